@@ -1,0 +1,319 @@
+"""Cost tables and their memoised min-plus operations.
+
+A cost table holds one float64 per combination of labels; ``inf`` forbids the combination. The layers
+of a network give the same few hundred tables thousands of times, so tables are *hash-consed*: equal
+arrays are one :class:`Table` object, and every operation is remembered by the identity of its
+operands. Every operation returns its result as ``(constant, table)``, where the table's least entry
+is 0 and the constant holds what was subtracted: big costs then never hide small differences, and
+the messages of repeated layers are the same tables. ``None`` stands for a table of zeros.
+
+Invariant: an operation's result depends on the contents of its operands alone, so forgetting what is
+remembered changes the running time and nothing else.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+CACHED_ENTRIES_PER_TABLE = 200_000
+"""Larger tables are neither hash-consed nor remembered: they rarely repeat, and they fill the memory."""
+
+CACHED_ENTRIES = 30_000_000
+"""All remembered results together; beyond it everything is forgotten at once."""
+
+_SMALL_UNION = 20_000
+_SHORT_KEY_BYTES = 256
+
+
+class Table:
+    """An immutable cost table; equal small tables are the same object.
+
+    Made by :func:`intern_table`.
+
+    Attributes:
+        array: the costs, read-only float64, one axis per variable of the scope.
+        shape: the shape of ``array``.
+        views: one :class:`View` per axis.
+    """
+
+    __slots__ = ("__weakref__", "array", "shape", "views")
+
+    def __init__(self, array: np.ndarray) -> None:
+        array.setflags(write=False)
+        self.array = array
+        self.shape = array.shape
+        self.views = tuple([View(self, axis) for axis in range(array.ndim)])
+
+    def __repr__(self) -> str:
+        return f"Table(shape={self.shape})"
+
+
+class View:
+    """A table as seen by the variable on one of its axes: the unit by which results are remembered."""
+
+    __slots__ = ("_regret", "_restricted", "axis", "cached", "table")
+
+    def __init__(self, table: Table, axis: int) -> None:
+        self.table = table
+        self.axis = axis
+        self.cached = table.array.size <= CACHED_ENTRIES_PER_TABLE
+        self._restricted: dict[tuple[int, ...], Normalised] = {}
+        self._regret: tuple[np.ndarray, np.ndarray] | None = None
+
+    def restrict(self, keep: tuple[int, ...]) -> "Normalised":
+        """Keeps only some labels of this axis's variable; a single one removes the axis.
+
+        Args:
+            keep: positions of the labels that stay, ascending.
+        """
+        result = self._restricted.get(keep)
+        if result is None:
+            array = self.table.array
+            index = keep[0] if len(keep) == 1 else list(keep)
+            result = normalise(array[(slice(None),) * self.axis + (index,)])
+            if self.cached:
+                self._restricted[keep] = result
+        return result
+
+    def regret(self) -> tuple[np.ndarray, np.ndarray]:
+        """What it costs at least, in this table, to have one label rather than another.
+
+        Returns:
+            ``possible``, (labels,): whether any combination allows the label; and ``regret``,
+            (labels, labels): the least of ``table[r] - table[t]`` over the other variables' labels,
+            +inf where ``r`` is forbidden throughout and -inf where ``t`` is forbidden but ``r`` is not.
+        """
+        if self._regret is None:
+            rows = np.moveaxis(self.table.array, self.axis, 0)
+            rows = rows.reshape(rows.shape[0], -1)
+            with np.errstate(invalid="ignore"):
+                if rows.size * rows.shape[0] <= CACHED_ENTRIES_PER_TABLE:
+                    # inf - inf is nan: no constraint, which fmin passes over.
+                    regret = np.fmin.reduce(rows[:, None, :] - rows[None, :, :], axis=2)
+                else:
+                    regret = np.stack([np.fmin.reduce(row - rows, axis=1) for row in rows])
+            regret[np.isnan(regret)] = math.inf
+            self._regret = np.isfinite(rows).any(axis=1), regret
+        return self._regret
+
+
+Normalised = tuple[float, Table | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Elimination:
+    """The result of minimising a variable out of its tables.
+
+    Attributes:
+        constant: the least sum over everything; inf if no combination is allowed.
+        message: least sum over the variable, less ``constant``; its axes are the neighbours, ascending.
+        choice: the least best label of the variable, with the same axes.
+    """
+
+    constant: float
+    message: Table | None
+    choice: np.ndarray
+
+
+_tables: WeakValueDictionary[object, Table] = WeakValueDictionary()
+_normalised: dict[Table, Normalised] = {}
+_transposed: dict[tuple[Table, tuple[int, ...]], Table] = {}
+_sums: dict[tuple[Table, Table], Normalised] = {}
+_eliminations: dict[object, Elimination] = {}
+_kept: dict[tuple[View, ...], tuple[int, ...] | None] = {}
+_remembered_entries = 0
+
+
+def forget() -> None:
+    """Drops every remembered result."""
+    global _remembered_entries
+    for memo in (_normalised, _transposed, _sums, _eliminations, _kept):
+        memo.clear()
+    _remembered_entries = 0
+
+
+def intern_table(array: np.ndarray) -> Table:
+    """Gives the one :class:`Table` that holds these costs.
+
+    Args:
+        array: costs, one axis per variable; inf forbids a combination.
+
+    Returns:
+        The same object for equal arrays (but for tables too large to remember).
+
+    Raises:
+        ValueError: an entry is nan or -inf.
+    """
+    array = np.array(array, dtype=np.float64, order="C")
+    if not np.all(array > -math.inf):
+        raise ValueError("a cost table must not hold nan or -inf")
+    return _intern(array)
+
+
+def _intern(array: np.ndarray) -> Table:
+    """``intern_table`` for an array that is ours, contiguous and free of nan."""
+    if array.size > CACHED_ENTRIES_PER_TABLE:
+        return Table(array)
+    array += 0.0  # -0.0 and 0.0 are one cost, but two bit patterns
+    content = array.tobytes()
+    if len(content) > _SHORT_KEY_BYTES:
+        content = hashlib.blake2b(content, digest_size=20).digest()
+    key = (array.shape, content)
+    table = _tables.get(key)
+    if table is None:
+        table = _tables[key] = Table(array)
+        _count(array.size)
+    return table
+
+
+def _count(entries: int) -> None:
+    global _remembered_entries
+    _remembered_entries += entries
+    if _remembered_entries > CACHED_ENTRIES:
+        forget()
+
+
+def normalise(array: np.ndarray) -> Normalised:
+    """Splits costs into their least entry and the table of differences to it."""
+    least = float(array.min())
+    if least == math.inf:
+        return least, None
+    if array.ndim == 0:
+        return least, None
+    array = array - least
+    if not array.any():
+        return least, None
+    return least, _intern(np.ascontiguousarray(array))
+
+
+def normalise_table(table: Table) -> Normalised:
+    """:func:`normalise` of a table."""
+    result = _normalised.get(table)
+    if result is None:
+        result = normalise(table.array)
+        if table.array.size <= CACHED_ENTRIES_PER_TABLE:
+            _normalised[table] = result
+    return result
+
+
+def transpose(table: Table, axes: tuple[int, ...]) -> Table:
+    """The table with its axes in another order, as ``numpy.transpose``."""
+    key = (table, axes)
+    result = _transposed.get(key)
+    if result is None:
+        result = _intern(np.array(table.array.transpose(axes), order="C"))
+        if table.array.size <= CACHED_ENTRIES_PER_TABLE:
+            _transposed[key] = result
+    return result
+
+
+def add(first: Table, second: Table) -> Normalised:
+    """The sum of two tables of one scope."""
+    key = (first, second)
+    result = _sums.get(key)
+    if result is None:
+        result = normalise(first.array + second.array)
+        if first.array.size <= CACHED_ENTRIES_PER_TABLE:
+            _sums[key] = result
+    return result
+
+
+def kept_labels(views: tuple[View, ...]) -> tuple[int, ...] | None:
+    """Which labels of a variable can't be dispensed with (Goldstein's dead-end elimination).
+
+    Label ``r`` goes when some label ``t`` that stays is never worse, whatever the neighbours do:
+    the sum over the tables of the least ``table[r] - table[t]`` is at least 0. Labels are tried from
+    the last to the first, so of two equal ones the lower stays, and never do both go.
+
+    Args:
+        views: the variable's tables; if one of them is large, nothing is tried.
+
+    Returns:
+        Positions of the labels that stay, empty if none is possible; None if all stay.
+    """
+    try:
+        return _kept[views]
+    except KeyError:
+        if not all(view.cached for view in views):
+            return None
+    regrets = [view.regret() for view in views]
+    possible = np.logical_and.reduce([possible for possible, _ in regrets])
+    labels = [int(label) for label in np.flatnonzero(possible)]
+    # Only impossible labels have a regret of +inf, so no sum here is inf - inf.
+    total = sum(regret[np.ix_(labels, labels)] for _, regret in regrets)
+    dominated = np.asarray(total >= 0.0)
+    np.fill_diagonal(dominated, False)
+    stays = np.ones(len(labels), dtype=bool)
+    for label in reversed(range(len(labels))):
+        stays[label] = not (dominated[label] & stays).any()
+    keep = tuple([label for label, stay in zip(labels, stays, strict=True) if stay])
+    result = None if len(keep) == len(possible) else keep
+    _kept[views] = result
+    _count(16)
+    return result
+
+
+def aligned(view: View, positions: tuple[int, ...], rank: int) -> np.ndarray:
+    """The view's costs with its own axis first and the others at ``1 + positions``, to broadcast."""
+    array = np.moveaxis(view.table.array, view.axis, 0)
+    shape = [array.shape[0]] + [1] * rank
+    for position, size in zip(positions, array.shape[1:], strict=True):
+        shape[1 + position] = size
+    return array.reshape(shape)
+
+
+def eliminate(
+    views: tuple[View, ...],
+    pattern: tuple[tuple[int, ...], ...],
+    labels: int,
+    shape: tuple[int, ...],
+) -> Elimination:
+    """Adds the tables of a variable and minimises over it.
+
+    Args:
+        views: the variable's tables, each with its other axes in ascending order of variables.
+        pattern: for each view, the positions of its other variables among the neighbours.
+        labels: number of labels of the variable.
+        shape: numbers of labels of the neighbours.
+    """
+    key = (views, pattern)
+    result = _eliminations.get(key)
+    if result is not None:
+        return result
+    operands = [
+        aligned(view, positions, len(shape)) for view, positions in zip(views, pattern, strict=True)
+    ]
+    operands.sort(key=np.size)  # small sums first, so that few of them are of the full size
+    entries = math.prod(shape)
+    if not operands:
+        least, choice = np.zeros(shape), np.zeros(shape, dtype=np.uint8)
+    elif entries * labels <= _SMALL_UNION:
+        total = np.broadcast_to(_total(operands), (labels, *shape))
+        choice = total.argmin(axis=0)
+        least = np.take_along_axis(total, choice[None], axis=0)[0]
+        choice = choice.astype(np.min_scalar_type(labels))
+    else:
+        # Label by label: the full union never exists, only tables of the message's size.
+        least = np.array(np.broadcast_to(_total([cost[0] for cost in operands]), shape))
+        choice = np.zeros(shape, dtype=np.min_scalar_type(labels))
+        for label in range(1, labels):
+            total = _total([cost[label] for cost in operands])
+            better = total < least
+            np.copyto(least, total, where=better)
+            choice[better] = label
+    constant, message = normalise(least)
+    result = Elimination(constant, message, choice)
+    if entries <= CACHED_ENTRIES_PER_TABLE and all(view.cached for view in views):
+        _eliminations[key] = result
+        _count(entries)
+    return result
+
+
+def _total(operands: list[np.ndarray]) -> np.ndarray:
+    total = operands[0]
+    for operand in operands[1:]:
+        total = total + operand
+    return total
