@@ -6,7 +6,7 @@ with :func:`raise_faults`, so that a person mends a program once and not once pe
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -109,9 +109,9 @@ def quoted(path: str) -> str:
     return path if "'" in path else f"'{path}'"
 
 
-def shape_text(shape: Sequence[int], dtype: object) -> str:
+def shape_text(shape: Sequence[int], dtype: Any) -> str:
     """A shape as JAX writes it: ``f32[10,4]``."""
-    name = np.dtype(dtype).name if not hasattr(dtype, "name") else str(dtype.name)
+    name = str(getattr(dtype, "name", None) or np.dtype(dtype).name)
     for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("complex", "c")):
         if name.startswith(long):
             name = short + name[len(long) :]

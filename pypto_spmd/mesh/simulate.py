@@ -16,13 +16,15 @@ import jax
 
 logger = logging.getLogger(__name__)
 
+# Attributes that JAX makes while it is imported, so that a type checker knows none of them.
 _SETTING = "jax_num_cpu_devices"
+_PLATFORMS = "jax_platforms"
 _FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 
 def cpu_only() -> bool:
     """Whether JAX's default devices in this process can only be CPUs; starts no backend."""
-    platforms = jax.config.jax_platforms
+    platforms = getattr(jax.config, _PLATFORMS)
     if platforms:
         return platforms.split(",")[0] == "cpu"
     return not _accelerator_plugins()
@@ -41,7 +43,7 @@ def _accelerator_plugins() -> tuple[str, ...]:
 
 def cpu_devices_to_come() -> int:
     """How many CPU devices the backend has, or will have once it starts."""
-    setting = jax.config.jax_num_cpu_devices
+    setting = getattr(jax.config, _SETTING)
     if setting >= 0:
         return setting
     flag = _FLAG.search(os.environ.get("XLA_FLAGS", ""))
@@ -64,7 +66,7 @@ def backend_is_up() -> bool:
 
     JAX has no question for this, but it refuses to change the number of CPU devices from then on.
     """
-    before = jax.config.jax_num_cpu_devices
+    before = getattr(jax.config, _SETTING)
     try:
         jax.config.update(_SETTING, before + 1)
     except RuntimeError:

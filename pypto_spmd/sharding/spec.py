@@ -38,7 +38,7 @@ AUTO = Auto.AUTO
 
 def entries(spec: PartitionSpec) -> Iterator[tuple[str, ...]]:
     """The mesh axes of each dim of a spec, outermost first."""
-    for entry in spec:
+    for entry in spec.partitions:
         if entry is None:
             yield ()
         elif isinstance(entry, tuple):
@@ -54,7 +54,7 @@ def axes_of(spec: PartitionSpec) -> tuple[str, ...]:
 
 def spec_text(spec: PartitionSpec) -> str:
     """A spec as a person writes it: ``PartitionSpec('data', None)``."""
-    return f"PartitionSpec({', '.join(map(repr, spec))})"
+    return f"PartitionSpec({', '.join(map(repr, spec.partitions))})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +178,8 @@ def shape_faults(
         what: The sentence that says which array this is.
     """
     text = spec_text(spec)
-    if len(spec) > len(shape):
-        count = count_of(len(spec), "entry", "entries")
+    if len(spec.partitions) > len(shape):
+        count = count_of(len(spec.partitions), "entry", "entries")
         why = f"{text} has {count} but the array has rank {len(shape)}."
         fix = f"give at most {count_of(len(shape), 'entry', 'entries')}, one a dim."
         return [Fault(what, why, fix if shape else "leave a scalar whole: PartitionSpec().")]
@@ -194,7 +194,7 @@ def shape_faults(
         else:
             over = f"mesh axes {listed(sized)}, whose product {parts} does not divide it"
         why = f"{text} splits dim {dim} (size {size}) over {over}."
-        left = list(spec)
+        left = list(spec.partitions)
         left[dim] = None
         whole = spec_text(PartitionSpec(*left))
         faults.append(Fault(what, why, divisibility_fix(dim, size, parts, len(axes), whole)))
