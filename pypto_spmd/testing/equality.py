@@ -57,7 +57,7 @@ def assert_spmd_equal(
     )
     serial = fn.__wrapped__(*copied_args, **copied_kwargs)
     # Donated arguments are gone after the call, so their layouts are read before.
-    before = list(_layouts("argument ", (args, kwargs)))
+    before = [*_layouts("argument args", args), *_layouts("argument ", kwargs)]
     spmd = fn(*args, **kwargs)
     problems = list(_structure_problems(serial, spmd)) or list(
         _value_problems(serial, spmd, rtol, atol)
