@@ -53,7 +53,8 @@ def solve(problem: Problem, *, max_entries: int = MAX_ENTRIES) -> Solution:
         cost = problem.cost(labels)
         return Solution(tuple(labels), cost, cost)
     lower_bound = math.fsum(network.constants)
-    labels = improve(problem, labels)
+    doubtful = [step.variable for step in network.steps if step.choice is None]
+    labels = improve(problem, labels, doubtful)
     cost = problem.cost(labels)
     if cost == math.inf:
         raise SearchFailed("the problem is too wide, and no labelling of finite cost was found")

@@ -1,54 +1,117 @@
-"""Improving a labelling one variable at a time (iterated conditional modes)."""
+"""Improving a labelling piece by piece, where the whole is too wide to be solved exactly.
 
-from collections.abc import Sequence
+A *window* of neighbouring variables is labelled anew while all others stay; a window of one variable
+is iterated conditional modes, a larger one is solved by elimination. A labelling that breaks some
+"forbidden" first gets rid of these, then of cost.
+"""
+
+import math
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from pypto_spmd.collectives.labelling import Problem
-from pypto_spmd.collectives.min_plus import Table
+from pypto_spmd.collectives.min_plus import intern_table
+from pypto_spmd.collectives.network import Contradiction, Network
 
-ROUNDS = 20
+WINDOWS = (1, 20, 60)
+WINDOW_ENTRIES = 50_000
+ROUNDS = 10
 
 
-def improve(problem: Problem, labels: Sequence[int], rounds: int = ROUNDS) -> list[int]:
-    """Gives each variable in turn its best label among its neighbours' until nothing changes.
-
-    Fewer forbidden combinations count before less cost, so an impossible labelling may become a
-    possible one.
+def improve(problem: Problem, labels: Sequence[int], doubtful: Collection[int]) -> list[int]:
+    """Relabels windows until that no longer helps.
 
     Args:
         problem: the problem.
         labels: the labelling to start from.
-        rounds: how often to go over the variables at most.
+        doubtful: the variables near which larger windows are tried.
 
     Returns:
-        A labelling that is no worse.
+        A labelling that costs no more.
     """
+    if problem.cost(labels) == math.inf:
+        broken = Problem(
+            problem.domain_sizes,
+            tuple(
+                [
+                    (scope, intern_table(np.where(np.isfinite(table.array), 0.0, 1.0)))
+                    for scope, table in problem.tables
+                ]
+            ),
+        )
+        start, labels = labels, _descend(broken, labels, doubtful)
+        if broken.cost(labels):
+            return list(start)
+    return _descend(problem, labels, doubtful)
+
+
+def _descend(problem: Problem, labels: Sequence[int], doubtful: Collection[int]) -> list[int]:
     labels = list(labels)
-    incident: list[list[tuple[tuple[int, ...], int, Table]]] = [[] for _ in problem.domain_sizes]
-    for scope, table in problem.tables:
-        for axis, variable in enumerate(scope):
-            incident[variable].append((scope, axis, table))
-    waiting = set(range(len(labels)))
-    for _ in range(rounds):
-        if not waiting:
-            break
-        now, waiting = sorted(waiting), set()
-        for variable in now:
-            size = problem.domain_sizes[variable]
-            forbidden = np.zeros(size, dtype=int)
-            total = np.zeros(size)
-            for scope, axis, table in incident[variable]:
-                index: list[int | slice] = [labels[other] for other in scope]
-                index[axis] = slice(None)
-                costs = table.array[tuple(index)]
-                possible = np.isfinite(costs)
-                forbidden += ~possible
-                total[possible] += costs[possible]
-            best = int(np.lexsort((total, forbidden))[0])
-            old = labels[variable]
-            if (forbidden[best], total[best]) < (forbidden[old], total[old]):
-                labels[variable] = best
-                for scope, _, _ in incident[variable]:
-                    waiting.update(scope)
+    tables_of: list[list[int]] = [[] for _ in problem.domain_sizes]
+    for index, (scope, _) in enumerate(problem.tables):
+        for variable in scope:
+            tables_of[variable].append(index)
+    for size in WINDOWS:
+        seeds = sorted(doubtful) if size > 1 else list(range(len(labels)))
+        for _ in range(ROUNDS):
+            changed: set[int] = set()
+            covered: set[int] = set()
+            for seed in seeds:
+                if seed in covered:
+                    continue
+                window = _window(problem, tables_of, seed, size)
+                covered.update(window[: size // 3])  # the others are too near its edge
+                for variable, label in _relabel(problem, tables_of, labels, window).items():
+                    if labels[variable] != label:
+                        labels[variable] = label
+                        changed.update(*[problem.tables[index][0] for index in tables_of[variable]])
+            if not changed:
+                break
+            if size == 1:
+                seeds = sorted(changed)
     return labels
+
+
+def _window(
+    problem: Problem, tables_of: Sequence[Sequence[int]], seed: int, size: int
+) -> list[int]:
+    """The variables nearest to a seed, which is the first."""
+    window = [seed]
+    seen = {seed}
+    for variable in window:
+        for index in tables_of[variable]:
+            for other in problem.tables[index][0]:
+                if other not in seen:
+                    if len(window) == size:
+                        return window
+                    seen.add(other)
+                    window.append(other)
+    return window
+
+
+def _relabel(
+    problem: Problem,
+    tables_of: Sequence[Sequence[int]],
+    labels: Sequence[int],
+    window: Sequence[int],
+) -> dict[int, int]:
+    """Better labels for the variables of a window while the others keep theirs; {} if there are none."""
+    place = {variable: index for index, variable in enumerate(sorted(window))}
+    tables = []
+    for index in sorted({index for variable in window for index in tables_of[variable]}):
+        scope, table = problem.tables[index]
+        at = tuple([slice(None) if v in place else labels[v] for v in scope])
+        tables.append(
+            (tuple([place[v] for v in scope if v in place]), intern_table(table.array[at]))
+        )
+    part = Problem(tuple([problem.domain_sizes[variable] for variable in place]), tuple(tables))
+    network = Network(part)
+    try:
+        network.eliminate_all(WINDOW_ENTRIES)
+    except Contradiction:
+        return {}
+    better = network.labels()
+    if part.cost(better) < part.cost([labels[variable] for variable in place]):
+        return dict(zip(place, better, strict=True))
+    return {}

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 CACHED_ENTRIES_PER_TABLE = 200_000
 """Larger tables are neither hash-consed nor remembered: they rarely repeat, and they fill the memory."""
@@ -87,7 +88,7 @@ class View:
             +inf where ``r`` is forbidden throughout and -inf where ``t`` is forbidden but ``r`` is not.
         """
         if self._regret is None:
-            rows = np.moveaxis(self.table.array, self.axis, 0)
+            rows = _own_axis_first(self)
             rows = rows.reshape(rows.shape[0], -1)
             with np.errstate(invalid="ignore"):
                 if rows.size * rows.shape[0] <= CACHED_ENTRIES_PER_TABLE:
@@ -96,7 +97,7 @@ class View:
                 else:
                     regret = np.stack([np.fmin.reduce(row - rows, axis=1) for row in rows])
             regret[np.isnan(regret)] = math.inf
-            self._regret = np.isfinite(rows).any(axis=1), regret
+            self._regret = rows.min(axis=1) < math.inf, regret
         return self._regret
 
 
@@ -135,7 +136,7 @@ def forget() -> None:
     _remembered_entries = 0
 
 
-def intern_table(array: np.ndarray) -> Table:
+def intern_table(array: ArrayLike) -> Table:
     """Gives the one :class:`Table` that holds these costs.
 
     Args:
@@ -147,10 +148,10 @@ def intern_table(array: np.ndarray) -> Table:
     Raises:
         ValueError: an entry is nan or -inf.
     """
-    array = np.array(array, dtype=np.float64, order="C")
-    if not np.all(array > -math.inf):
+    costs = np.array(array, dtype=np.float64, order="C")
+    if not np.all(costs > -math.inf):
         raise ValueError("a cost table must not hold nan or -inf")
-    return _intern(array)
+    return _intern(costs)
 
 
 def _intern(array: np.ndarray) -> Table:
@@ -183,10 +184,11 @@ def normalise(array: np.ndarray) -> Normalised:
         return least, None
     if array.ndim == 0:
         return least, None
-    array = array - least
+    if least:
+        array = array - least
     if not array.any():
         return least, None
-    return least, _intern(np.ascontiguousarray(array))
+    return least, _intern(np.array(array, order="C"))
 
 
 def normalise_table(table: Table) -> Normalised:
@@ -239,17 +241,19 @@ def kept_labels(views: tuple[View, ...]) -> tuple[int, ...] | None:
     except KeyError:
         if not all(view.cached for view in views):
             return None
-    regrets = [view.regret() for view in views]
-    possible = np.logical_and.reduce([possible for possible, _ in regrets])
-    labels = [int(label) for label in np.flatnonzero(possible)]
-    # Only impossible labels have a regret of +inf, so no sum here is inf - inf.
-    total = sum(regret[np.ix_(labels, labels)] for _, regret in regrets)
-    dominated = np.asarray(total >= 0.0)
-    np.fill_diagonal(dominated, False)
-    stays = np.ones(len(labels), dtype=bool)
-    for label in reversed(range(len(labels))):
-        stays[label] = not (dominated[label] & stays).any()
-    keep = tuple([label for label, stay in zip(labels, stays, strict=True) if stay])
+    possible, total = views[0].regret()
+    with np.errstate(invalid="ignore"):
+        for view in views[1:]:
+            also_possible, regret = view.regret()
+            possible = possible & also_possible
+            total = total + regret  # nan at most where one of the two labels is impossible
+    labels = [label for label, is_possible in enumerate(possible.tolist()) if is_possible]
+    never_better = (total >= 0.0).tolist()
+    kept = list(labels)
+    for label in reversed(labels):
+        if any(never_better[label][other] for other in kept if other != label):
+            kept.remove(label)
+    keep = tuple(kept)
     result = None if len(keep) == len(possible) else keep
     _kept[views] = result
     _count(16)
@@ -258,11 +262,16 @@ def kept_labels(views: tuple[View, ...]) -> tuple[int, ...] | None:
 
 def aligned(view: View, positions: tuple[int, ...], rank: int) -> np.ndarray:
     """The view's costs with its own axis first and the others at ``1 + positions``, to broadcast."""
-    array = np.moveaxis(view.table.array, view.axis, 0)
+    array = _own_axis_first(view)
     shape = [array.shape[0]] + [1] * rank
     for position, size in zip(positions, array.shape[1:], strict=True):
         shape[1 + position] = size
     return array.reshape(shape)
+
+
+def _own_axis_first(view: View) -> np.ndarray:
+    array, axis = view.table.array, view.axis
+    return array.transpose(axis, *range(axis), *range(axis + 1, array.ndim)) if axis else array
 
 
 def eliminate(
@@ -293,8 +302,8 @@ def eliminate(
     elif entries * labels <= _SMALL_UNION:
         total = np.broadcast_to(_total(operands), (labels, *shape))
         choice = total.argmin(axis=0)
-        least = np.take_along_axis(total, choice[None], axis=0)[0]
         choice = choice.astype(np.min_scalar_type(labels))
+        least = total.min(axis=0)
     else:
         # Label by label: the full union never exists, only tables of the message's size.
         least = np.array(np.broadcast_to(_total([cost[0] for cost in operands]), shape))

@@ -143,6 +143,35 @@ def test_approximate_solution_is_not_called_exact():
     assert solution.cost == 10.0
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_a_possible_labelling_is_found_where_it_is_too_wide(seed):
+    rng = np.random.default_rng(4000 + seed)
+    side, labels = 7, 5
+    hidden = rng.integers(labels, size=(side, side))
+    tables = []
+    for here in itertools.product(range(side), repeat=2):
+        for there in ((here[0] + 1, here[1]), (here[0], here[1] + 1)):
+            if max(there) < side:
+                costs = rng.integers(0, 100, size=(labels, labels)).astype(float)
+                costs[rng.random((labels, labels)) < 0.5] = math.inf
+                costs[hidden[here], hidden[there]] = 99.0
+                scope = (here[0] * side + here[1], there[0] * side + there[1])
+                tables.append((scope, intern_table(costs)))
+    problem = Problem((labels,) * side**2, tuple(tables))
+    best = solve(problem).cost
+    solution = solve(problem, max_entries=20)
+    assert solution.lower_bound <= best <= solution.cost == problem.cost(solution.labels) < math.inf
+
+
+def test_search_that_finds_nothing_says_so():
+    differ = intern_table([[math.inf, 0.0], [0.0, math.inf]])
+    problem = Problem((2,) * 3, tuple((pair, differ) for pair in ((0, 1), (1, 2), (0, 2))))
+    with pytest.raises(
+        SearchFailed, match=r"^the problem is too wide, and no labelling of finite cost was found$"
+    ):
+        solve(problem, max_entries=2)
+
+
 def test_equal_tables_are_one_object():
     first = intern_table(np.array([[0.0, 1.0], [math.inf, -0.0]]))
     assert intern_table([[0, 1], [math.inf, 0]]) is first
@@ -207,7 +236,9 @@ def test_long_ladder_is_eliminated_with_small_tables():
     problem = ladder(layers, np.random.default_rng(0), labels=labels, sides=sides)
     network = Network(problem)
     assert network.eliminate_all(10**6)
-    assert max(step.choice.size for step in network.steps) <= labels ** (2 * sides - 1)
+    assert max(math.prod(map(len, step.domains)) for step in network.steps) <= labels ** (
+        2 * sides - 1
+    )
     # The same by dynamic programming over whole layers.
     tables = dict(problem.tables)
     combinations = list(itertools.product(range(labels), repeat=sides))
