@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
 from pypto_spmd.errors import count_of, shape_text, spmd_function
-from pypto_spmd.sharding.spec import spec_text
 
 # What reductions in another order may differ by, relative to the largest element: some dozens of
 # roundings. Other dtypes must be equal.
@@ -30,6 +30,10 @@ class Decorated(Protocol):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs on the mesh."""
+        ...
+
+    def plan(self, *args: Any, **kwargs: Any) -> Any:
+        """The plan, for its layouts."""
         ...
 
 
@@ -56,17 +60,24 @@ def assert_spmd_equal(
         lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, (args, kwargs)
     )
     serial = fn.__wrapped__(*copied_args, **copied_kwargs)
-    # Donated arguments are gone after the call, so their layouts are read before.
-    before = [*_layouts("argument args", args), *_layouts("argument ", kwargs)]
+    described_args, described_kwargs = jax.tree.map(_described, (args, kwargs))
     spmd = fn(*args, **kwargs)
     problems = list(_structure_problems(serial, spmd)) or list(
         _value_problems(serial, spmd, rtol, atol)
     )
     if problems:
-        layouts = [*before, *_layouts("result", spmd)]
+        plan = fn.plan(*described_args, **described_kwargs)
         lines = [f"{spmd_function(fn.__name__)} differs from the serial function.", *problems]
-        lines += ["Layouts:", *(f"  {line}" for line in layouts)]
+        for role, layouts in (("argument ", plan.in_layouts), ("", plan.out_layouts)):
+            lines += [f"{role}{path} was laid out as {text}." for path, text in layouts.items()]
         raise AssertionError("\n  ".join(lines))
+
+
+def _described(leaf: Any) -> Any:
+    """A device array as planning needs it, since donated ones are gone after the call."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
 def _structure_problems(serial: Any, spmd: Any) -> Iterator[str]:
@@ -99,7 +110,7 @@ def _value_problems(
 
 def _host(leaf: Any) -> np.ndarray:
     """The leaf as NumPy has it, random keys by their data."""
-    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     return np.asarray(leaf)
 
@@ -138,14 +149,3 @@ def _array_problem(
         f"{count_of(want.size, 'element')} not equal {note}{size} at {place}: "
         f"{got[worst]} where the serial one has {want[worst]}."
     )
-
-
-def _layouts(name: str, tree: Any) -> Iterator[str]:
-    """Where the arrays of a tree lie, one line each."""
-    for path, leaf in _leaves(tree):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, jax.sharding.NamedSharding):
-            mesh = " × ".join(f"{axis}={size}" for axis, size in sharding.mesh.shape.items())
-            yield f"{name}{keystr(path)}: {spec_text(sharding.spec)} on {mesh}"
-        else:
-            yield f"{name}{keystr(path)}: whole"

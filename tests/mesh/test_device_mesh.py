@@ -322,3 +322,15 @@ def test_a_process_with_accelerators_keeps_its_devices():
         "DeviceMesh.simulate((2, 2), ('a', 'b')) True",
         "4 4",
     ]
+
+
+def test_accelerators_are_looked_for_where_jax_looks(tmp_path):
+    code = "from pypto_spmd.mesh.simulate import cpu_only; print(cpu_only())"
+    plugin = tmp_path / "jax_plugins" / "some_gpu"
+    plugin.mkdir(parents=True)
+    (plugin / "__init__.py").touch()
+    path = ":".join([str(tmp_path), *sys.path])
+    for platforms in ("cpu", "cpu,cuda"):
+        assert run(code, PYTHONPATH=path, JAX_PLATFORMS=platforms) == "True"
+    for platforms in ("", "cuda", "tpu,cpu"):
+        assert run(code, PYTHONPATH=path, JAX_PLATFORMS=platforms) == "False"
