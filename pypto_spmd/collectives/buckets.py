@@ -1,0 +1,104 @@
+"""AllReduces that can travel together do: gradients in one AllReduce, not one for each parameter.
+
+The items of a block are reordered, dependencies kept: whatever does not wait for an AllReduce runs first,
+in program order; when nothing else is left, the AllReduces with the longest way still to go are issued,
+together with all that are ready and alike (critical-path list scheduling, Graham 1969). Alike are those
+over the same axes, with the same reduction and dtype, in the same pass (forward, or backward: the
+gradients).
+"""
+
+import heapq
+from collections.abc import Hashable, Iterator
+
+from pypto_spmd.collectives.drafts import DraftConvert, DraftRun
+from pypto_spmd.collectives.graph import Equation, Graph
+from pypto_spmd.sharding.layout import Layout
+
+Item = DraftConvert | DraftRun
+Value = tuple[int, Layout]
+"""A tensor in one layout."""
+
+
+def bucket(items: list[Item], graph: Graph) -> list[Item]:
+    """The items in their new order; those that travel together stand together and share a `bucket`."""
+    maker = {value: place for place, item in enumerate(items) for value in _made(item)}
+    needs = [{maker[v] for v in _read(item) if v in maker} for item in items]
+    readers: list[list[int]] = [[] for _ in items]
+    for place, makers in enumerate(needs):
+        for m in makers:
+            readers[m].append(place)
+    keys = _keys(items, graph)
+    if not any(key is not None for key in keys):
+        return items
+    heights = _heights(keys, readers)
+    missing = [len(m) for m in needs]
+    ready = [place for place, count in enumerate(missing) if not count]
+    heapq.heapify(ready)
+    pending: dict[Hashable, list[int]] = {}
+    order: list[Item] = []
+    buckets = 0
+
+    def issue(place: int) -> None:
+        order.append(items[place])
+        for reader in readers[place]:
+            missing[reader] -= 1
+            if not missing[reader]:
+                heapq.heappush(ready, reader)
+
+    while ready or pending:
+        if ready:
+            place = heapq.heappop(ready)
+            if keys[place] is None:
+                issue(place)
+            else:
+                pending.setdefault(keys[place], []).append(place)
+            continue
+        first = max(pending, key=lambda k: (max(heights[p] for p in pending[k]), -pending[k][0]))
+        for place in pending.pop(first):
+            items[place].bucket = buckets
+            issue(place)
+        buckets += 1
+    return order
+
+
+def _made(item: Item) -> Iterator[Value]:
+    if isinstance(item, DraftConvert):
+        yield item.tensor, item.leg.target
+    else:
+        yield from zip(item.equation.outputs, item.results, strict=True)
+
+
+def _read(item: Item) -> Iterator[Value]:
+    if isinstance(item, DraftConvert):
+        yield item.tensor, item.leg.source
+        return
+    for atom, layout in zip(item.equation.inputs, item.operands, strict=True):
+        if isinstance(atom, int):
+            yield atom, layout
+
+
+def _keys(items: list[Item], graph: Graph) -> list[Hashable]:
+    """What each AllReduce can travel with; None for everything else."""
+    producers: dict[int, Equation] = {}
+    keys: list[Hashable] = []
+    for item in items:
+        if isinstance(item, DraftRun):
+            producers.update(dict.fromkeys(item.equation.outputs, item.equation))
+            keys.append(None)
+        elif item.leg.kind == "all_reduce":
+            producer = producers.get(item.tensor)
+            backward = producer is not None and producer.is_backward
+            dtype = str(graph.avals[item.tensor].dtype)
+            keys.append((item.leg.axes, item.leg.op, dtype, backward))
+        else:
+            keys.append(None)
+    return keys
+
+
+def _heights(keys: list[Hashable], readers: list[list[int]]) -> list[int]:
+    """For each item, how many AllReduces lie on the longest way from it to the end."""
+    heights = [0] * len(keys)
+    for place in range(len(keys) - 1, -1, -1):
+        below = max((heights[r] for r in readers[place]), default=0)
+        heights[place] = below + (keys[place] is not None)
+    return heights

@@ -1,0 +1,91 @@
+"""Dims that go together: the classes of dims that the rules say are one and the same.
+
+Two dims are in one class if a chain of factors links them, so a class is what people call "the batch",
+"the heads" or "the vocabulary". Which classes a given layout asks to split decides what may be split at
+all, and which dims count as data.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pypto_spmd.collectives.graph import Constant, Equation, Graph
+from pypto_spmd.collectives.links import Link, links_of
+
+
+@dataclass(slots=True)
+class DimClasses:
+    """Union-find over the dims of all tensors of a graph.
+
+    Args:
+        offsets: number of the first dim of each tensor.
+        parents: parent of each dim.
+        links: links of each loop, by equation index.
+    """
+
+    offsets: list[int]
+    parents: list[int]
+    links: dict[int, tuple[Link, ...]] = field(default_factory=dict)
+
+    def find(self, tensor: int, dim: int) -> int:
+        """The class of one dim of one tensor."""
+        node = self.offsets[tensor] + dim
+        parents = self.parents
+        while parents[node] != node:
+            parents[node] = parents[parents[node]]
+            node = parents[node]
+        return node
+
+    def of(self, tensor: int, dims: Iterable[int]) -> set[int]:
+        """The classes of several dims of one tensor."""
+        return {self.find(tensor, d) for d in dims}
+
+    def join(self, first: tuple[int, int], second: tuple[int, int]) -> None:
+        """Makes two (tensor, dim)s one class; the earlier dim stands for it."""
+        a, b = self.find(*first), self.find(*second)
+        if a != b:
+            self.parents[max(a, b)] = min(a, b)
+
+
+def dim_classes(graph: Graph) -> DimClasses:
+    """The classes of all dims of `graph`."""
+    offsets, total = [], 0
+    for aval in graph.avals:
+        offsets.append(total)
+        total += len(aval.shape)
+    classes = DimClasses(offsets, list(range(total)))
+    for equation, _ in graph.equations():
+        if equation.rule is not None:
+            for nodes in factor_dims(equation):
+                for node in nodes[1:]:
+                    classes.join(nodes[0], node)
+        else:
+            links = links_of(equation, 1.0)
+            classes.links[equation.index] = links
+            for link in links:
+                if isinstance(link.source, Constant):
+                    continue
+                rank = len(graph.avals[link.target].shape)
+                shift = link.source_shift
+                for dim in range(min(rank, rank - shift)):
+                    source_dim, target_dim = (dim + shift, dim) if shift >= 0 else (dim, dim - shift)
+                    classes.join((link.source, source_dim), (link.target, target_dim))
+    return classes
+
+
+def factor_dims(equation: Equation) -> list[list[tuple[int, int]]]:
+    """For each factor of an equation's rule, the (tensor, dim)s that it leads."""
+    rule = equation.rule
+    assert rule is not None
+    found: list[list[tuple[int, int]]] = [[] for _ in rule.factors]
+    sides = (
+        *zip(equation.inputs, rule.operands, strict=True),
+        *zip(equation.outputs, rule.results, strict=True),
+    )
+    for tensor, dims in sides:
+        if isinstance(tensor, Constant):
+            continue
+        for d, dim in enumerate(dims):
+            leading = next((f for f in dim if rule.factors[f].size > 1), dim[0] if dim else -1)
+            if leading >= 0:
+                found[leading].append((tensor, d))
+    return found

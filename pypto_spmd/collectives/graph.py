@@ -1,0 +1,470 @@
+"""The traced function as one flat graph: inlined calls, loops with their bodies, sources.
+
+`build_graph` turns a closed jaxpr into blocks of equations over numbered tensors. Calls that only group
+equations (jit, remat, custom_jvp, custom_vjp) are inlined; `scan`, `while` and `cond` keep their bodies
+as blocks of the same graph, so that one inference sees them all. Dead equations are dropped and equal
+ones merged, because XLA would do both and the plan must be what runs.
+
+Invariant: tensors are numbered in program order, and every tensor is defined once.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
+from jax.extend.core import Var as JaxVar
+from jax.sharding import NamedSharding, PartitionSpec
+
+from pypto_spmd.collectives.rules import Aval, Rule, factor_rule, rule_for
+from pypto_spmd.collectives.source import Source
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Constant:
+    """A value known while tracing: a literal or a small captured array."""
+
+    value: Any
+    aval: Aval
+
+
+Atom = int | Constant
+"""What an equation reads: a tensor by its number, or a constant."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Straight-line code.
+
+    Args:
+        inputs: tensors defined outside and bound on entry.
+        equations: in program order.
+        outputs: what the block gives back.
+        weight: how often it runs in one call (of a loop without a known trip count: an assumption).
+        repeat: how often it runs, None if that is not known before it runs.
+    """
+
+    inputs: tuple[int, ...]
+    equations: "tuple[Equation, ...]"
+    outputs: tuple[Atom, ...]
+    weight: float = 1.0
+    repeat: int | None = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Equation:
+    """One primitive application, or a loop.
+
+    Args:
+        index: number of the equation in the whole graph.
+        primitive: the JAX primitive.
+        params: its params.
+        inputs: tensors and constants that it reads.
+        outputs: tensors that it defines.
+        rule: its rule; None for loops.
+        source: where in the user's code it stands.
+        scope: its name scope ("jvp(Block_6)/Dense_0"); tells the layer, and the backward pass.
+        bodies: of `scan` (body,), of `while` (cond, body), of `cond` the branches.
+        counts: of `scan` (consts, carry, xs), of `while` (cond consts, body consts, carry).
+        constraint: the layout that `with_sharding_constraint` asks for here.
+    """
+
+    index: int
+    primitive: Primitive
+    params: Mapping[str, Any]
+    inputs: tuple[Atom, ...]
+    outputs: tuple[int, ...]
+    rule: Rule | None
+    source: Source
+    scope: str
+    bodies: tuple[Block, ...] = ()
+    counts: tuple[int, ...] = ()
+    constraint: PartitionSpec | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the primitive."""
+        return self.primitive.name
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether the equation was made by transposing, that is, belongs to a backward pass."""
+        return "transpose(" in self.scope
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Graph:
+    """A whole traced function.
+
+    Args:
+        avals: the `Aval` of every tensor, by number.
+        names: name of a tensor that has one (argument paths, outputs), by number.
+        block: the function's body; its inputs are the function's flat arguments.
+    """
+
+    avals: tuple[Aval, ...]
+    names: Mapping[int, str]
+    block: Block
+
+    def blocks(self) -> Iterator[Block]:
+        """All blocks, outer before inner."""
+        yield from _blocks(self.block)
+
+    def equations(self) -> Iterator[tuple[Equation, Block]]:
+        """All equations with the block they stand in, in program order, loops before their bodies."""
+        for block in self.blocks():
+            for equation in block.equations:
+                yield equation, block
+
+    def aval(self, atom: Atom) -> Aval:
+        """The `Aval` of a tensor or constant."""
+        return atom.aval if isinstance(atom, Constant) else self.avals[atom]
+
+
+def _blocks(block: Block) -> Iterator[Block]:
+    yield block
+    for equation in block.equations:
+        for body in equation.bodies:
+            yield from _blocks(body)
+
+
+ASSUMED_TRIPS = 8.0
+"""Trips that a `while` without a known count is taken to make when its communication is weighed."""
+
+_INLINED = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "custom_lin": "call_jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_vmap_call": "call",
+    "spmd_call": "jaxpr",
+}
+"""Primitives that only group equations -> the param with their jaxpr."""
+
+
+def build_graph(closed: ClosedJaxpr, names: Sequence[str] = ()) -> Graph:
+    """Flattens a closed jaxpr whose consts have been hoisted to arguments.
+
+    Args:
+        closed: the traced function.
+        names: names of its flat arguments, for the plan.
+    """
+    builder = _Builder()
+    jaxpr, consts = _open(closed)
+    environment: dict[JaxVar, Atom] = {}
+    inputs = []
+    for var in jaxpr.invars:
+        environment[var] = builder.new(aval_of(var))
+        inputs.append(environment[var])
+    builder.bind_consts(jaxpr, consts, environment)
+    equations, outputs = builder.run(jaxpr, environment, _Place(None, "", {}))
+    block, _ = _prune(Block(tuple(inputs), tuple(equations), outputs), None)
+    block = _weigh(block, 1.0, 1)
+    named = dict(zip(inputs, names, strict=False))
+    return Graph(tuple(builder.avals), named, block)
+
+
+def aval_of(value: Any) -> Aval:
+    """The `Aval` of a jaxpr variable or literal."""
+    aval = value.aval
+    shape = tuple(int(n) for n in getattr(aval, "shape", ()))
+    dtype = getattr(aval, "dtype", np.dtype(bool))
+    if isinstance(value, Literal) and not shape and isinstance(dtype, np.dtype):
+        return Aval(shape, dtype, np.asarray(value.val).item())
+    return Aval(shape, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where an equation stands: the enclosing equation's source, scope, and equal equations so far."""
+
+    source: Source | None
+    scope: str
+    seen: dict[Any, tuple[int, ...]]
+
+
+@dataclass(slots=True)
+class _Builder:
+    avals: list[Aval] = field(default_factory=list)
+    count: int = 0
+
+    def new(self, aval: Aval) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def bind_consts(self, jaxpr: Jaxpr, consts: Sequence[Any], environment: dict[JaxVar, Atom]) -> None:
+        for var, value in zip(getattr(jaxpr, "constvars", ()), consts, strict=True):
+            environment[var] = Constant(value, aval_of(var))
+
+    def run(
+        self, jaxpr: Jaxpr, environment: dict[JaxVar, Atom], place: _Place
+    ) -> tuple[list[Equation], tuple[Atom, ...]]:
+        equations: list[Equation] = []
+
+        def read(var: Any) -> Atom:
+            return Constant(var.val, aval_of(var)) if isinstance(var, Literal) else environment[var]
+
+        for eqn in jaxpr.eqns:
+            inputs = tuple(read(v) for v in eqn.invars)
+            scope = _join(place.scope, str(eqn.source_info.name_stack))
+            source = Source.of(eqn.source_info, place.source)
+            inner = _Place(source, scope, place.seen)
+            if eqn.primitive.name in _INLINED:
+                results = self.inline(eqn, inputs, inner, equations)
+            elif eqn.primitive.name in ("scan", "while", "cond"):
+                equation = self.loop(eqn, inputs, inner)
+                equations.append(equation)
+                results = equation.outputs
+            else:
+                results = self.plain(eqn, inputs, inner, equations)
+            environment.update(zip(eqn.outvars, results, strict=True))
+        return equations, tuple(read(v) for v in jaxpr.outvars)
+
+    def inline(
+        self, eqn: JaxprEqn, inputs: tuple[Atom, ...], place: _Place, equations: list[Equation]
+    ) -> tuple[Atom, ...]:
+        jaxpr, consts = _open(eqn.params[_INLINED[eqn.primitive.name]])
+        if eqn.primitive.name in ("remat", "remat2", "checkpoint") and eqn.params.get("differentiated"):
+            # Without the barrier XLA would merge the recomputation with the first computation.
+            inputs = self.barrier(inputs, place, equations)
+        environment: dict[JaxVar, Atom] = dict(zip(jaxpr.invars, inputs, strict=True))
+        self.bind_consts(jaxpr, consts, environment)
+        specs = eqn.params.get("layouts") if eqn.primitive.name == "spmd_call" else None
+        if specs is not None:
+            for var, spec in zip(jaxpr.invars, specs.inputs, strict=True):
+                environment[var] = self.constrain(environment[var], spec, place, equations)
+        inner, outputs = self.run(jaxpr, environment, place)
+        equations.extend(inner)
+        if specs is not None:
+            outputs = tuple(
+                self.constrain(o, s, place, equations)
+                for o, s in zip(outputs, specs.outputs, strict=True)
+            )
+        return outputs
+
+    def barrier(
+        self, inputs: tuple[Atom, ...], place: _Place, equations: list[Equation]
+    ) -> tuple[Atom, ...]:
+        results: list[Atom] = []
+        for atom in inputs:
+            if isinstance(atom, Constant):
+                results.append(atom)
+                continue
+            aval = self.avals[atom]
+            rule = rule_for("optimization_barrier", {}, (aval,), (aval,))
+            output = self.new(aval)
+            equations.append(
+                Equation(
+                    self.next(), lax.optimization_barrier_p, {}, (atom,), (output,), rule,
+                    place.source or Source.unknown(), place.scope,
+                )
+            )  # fmt: skip
+            results.append(output)
+        return tuple(results)
+
+    def constrain(
+        self, atom: Atom, spec: PartitionSpec | None, place: _Place, equations: list[Equation]
+    ) -> Atom:
+        """An identity that asks for a layout."""
+        if spec is None or isinstance(atom, Constant):
+            return atom
+        aval = self.avals[atom]
+        output = self.new(aval)
+        equations.append(
+            Equation(
+                self.next(), lax.sharding_constraint_p, {}, (atom,), (output,), _identity(aval),
+                place.source or Source.unknown(), place.scope, constraint=spec,
+            )
+        )  # fmt: skip
+        return output
+
+    def plain(
+        self, eqn: JaxprEqn, inputs: tuple[Atom, ...], place: _Place, equations: list[Equation]
+    ) -> tuple[Atom, ...]:
+        if eqn.primitive.name == "sharding_constraint":
+            sharding = eqn.params["sharding"]
+            spec = sharding.spec if isinstance(sharding, NamedSharding) else None
+            return (self.constrain(inputs[0], spec, place, equations),)
+        if eqn.primitive.name == "optimization_barrier":
+            return self.barrier(inputs, place, equations)
+        key = None if eqn.effects else _equation_key(eqn, inputs)
+        if key is not None and key in place.seen:
+            return place.seen[key]
+        ins = tuple(a.aval if isinstance(a, Constant) else self.avals[a] for a in inputs)
+        outs = tuple(aval_of(v) for v in eqn.outvars)
+        rule = rule_for(eqn.primitive.name, eqn.params, ins, outs)
+        results = tuple(self.new(a) for a in outs)
+        equations.append(
+            Equation(
+                self.next(), eqn.primitive, eqn.params, inputs, results, rule, place.source, place.scope
+            )
+        )
+        if key is not None:
+            place.seen[key] = results
+        return results
+
+    def loop(self, eqn: JaxprEqn, inputs: tuple[Atom, ...], place: _Place) -> Equation:
+        index = self.next()
+        if eqn.primitive.name == "scan":
+            body = self.body(eqn.params["jaxpr"], place)
+            counts = _scan_counts(eqn, body)
+            bodies: tuple[Block, ...] = (body,)
+        elif eqn.primitive.name == "while":
+            bodies = (self.body(eqn.params["cond_jaxpr"], place), self.body(eqn.params["body_jaxpr"], place))
+            cond_consts, body_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+            counts = (cond_consts, body_consts, len(inputs) - cond_consts - body_consts)
+        else:
+            bodies = tuple(self.body(b, place) for b in eqn.params["branches"])
+            counts = ()
+        results = tuple(self.new(aval_of(v)) for v in eqn.outvars)
+        return Equation(
+            index, eqn.primitive, eqn.params, inputs, results, None, place.source, place.scope, bodies, counts
+        )
+
+    def body(self, closed: Any, place: _Place) -> Block:
+        jaxpr, consts = _open(closed)
+        environment: dict[JaxVar, Atom] = {}
+        inputs = []
+        for var in jaxpr.invars:
+            inputs.append(self.new(aval_of(var)))
+            environment[var] = inputs[-1]
+        self.bind_consts(jaxpr, consts, environment)
+        equations, outputs = self.run(jaxpr, environment, replace(place, seen={}))
+        return Block(tuple(inputs), tuple(equations), outputs)
+
+    def next(self) -> int:
+        self.count += 1
+        return self.count - 1
+
+
+def _open(closed: Any) -> tuple[Jaxpr, Sequence[Any]]:
+    """Jaxpr and consts of what may be closed or open, or a callable's jaxpr, by JAX version."""
+    if hasattr(closed, "jaxpr"):
+        return closed.jaxpr, closed.consts
+    return closed, getattr(closed, "consts", ())
+
+
+def _identity(aval: Aval) -> Rule:
+    letters = " ".join(f"d{d}" for d in range(len(aval.shape)))
+    return factor_rule(f"{letters} -> {letters}", [aval.shape], [aval.shape])
+
+
+def _join(outer: str, inner: str) -> str:
+    return f"{outer}/{inner}" if outer and inner else outer or inner
+
+
+def _equation_key(eqn: JaxprEqn, inputs: tuple[Atom, ...]) -> Any:
+    """Equal keys mean equal results; None where the equation cannot be compared."""
+    atoms = []
+    for atom in inputs:
+        if isinstance(atom, Constant):
+            if atom.aval.value is None:
+                return None
+            atoms.append((type(atom.value).__name__, repr(atom.aval.value), str(atom.aval.dtype)))
+        else:
+            atoms.append(atom)
+    key = (eqn.primitive.name, tuple(sorted(eqn.params.items(), key=lambda p: p[0])), tuple(atoms))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _scan_counts(eqn: JaxprEqn, body: Block) -> tuple[int, int, int]:
+    """How many operands of a scan are consts, carry and xs, told by rank: only xs and ys gain a dim."""
+    jaxpr, _ = _open(eqn.params["jaxpr"])
+    rank = lambda v: len(getattr(v.aval, "shape", ()))  # noqa: E731
+    xs = sum(rank(outer) > rank(inner) for outer, inner in zip(eqn.invars, jaxpr.invars, strict=True))
+    carry = sum(
+        rank(outer) == rank(inner) for outer, inner in zip(eqn.outvars, jaxpr.outvars, strict=True)
+    )
+    return len(eqn.invars) - carry - xs, carry, xs
+
+
+def _weigh(block: Block, weight: float, repeat: int | None) -> Block:
+    """The block with its own and all inner weights and repeats set."""
+    equations = []
+    for equation in block.equations:
+        if equation.bodies:
+            if equation.name == "scan":
+                trips, known = float(equation.params["length"]), int(equation.params["length"])
+            elif equation.name == "while":
+                trips, known = ASSUMED_TRIPS, None
+            else:
+                trips, known = 1.0, 1
+            inner = None if repeat is None or known is None else repeat * known
+            bodies = tuple(_weigh(b, weight * trips, inner) for b in equation.bodies)
+            equation = replace(equation, bodies=bodies)
+        equations.append(equation)
+    return replace(block, equations=tuple(equations), weight=weight, repeat=repeat)
+
+
+def _prune(block: Block, live_outputs: Sequence[bool] | None) -> tuple[Block, set[int]]:
+    """The block without equations whose results nobody reads, and the tensors that it reads."""
+    live: set[int] = set()
+    for position, atom in enumerate(block.outputs):
+        if isinstance(atom, int) and (live_outputs is None or live_outputs[position]):
+            live.add(atom)
+    kept = []
+    for equation in reversed(block.equations):
+        if not any(o in live for o in equation.outputs) and not _has_effects(equation):
+            continue
+        if equation.bodies:
+            equation = _prune_loop(equation, live)
+        kept.append(equation)
+        live.update(a for a in equation.inputs if isinstance(a, int))
+    return replace(block, equations=tuple(reversed(kept))), live
+
+
+def _has_effects(equation: Equation) -> bool:
+    if equation.bodies:
+        return any(_has_effects(e) for b in equation.bodies for e in b.equations)
+    name = equation.name
+    return "callback" in name or name in ("debug_print", "run_state", "infeed", "outfeed", "checkify")
+
+
+def _prune_loop(equation: Equation, live: set[int]) -> Equation:
+    if equation.name == "scan":
+        return _prune_scan(equation, live)
+    # A while's carries feed its predicate and each other, and a cond's outputs are few: kept whole.
+    return replace(equation, bodies=tuple(_prune(b, None)[0] for b in equation.bodies))
+
+
+def _prune_scan(equation: Equation, live: set[int]) -> Equation:
+    consts, carry, xs = equation.counts
+    (body,) = equation.bodies
+    wanted = [o in live for o in equation.outputs]
+    while True:
+        pruned, used = _prune(body, wanted)
+        more = [wanted[i] or body.inputs[consts + i] in used for i in range(carry)]
+        if more == wanted[:carry]:
+            break
+        wanted[:carry] = more
+    keep = [body.inputs[i] in used for i in range(consts)] + wanted[:carry]
+    keep += [body.inputs[i] in used for i in range(consts + carry, consts + carry + xs)]
+    select = lambda values, mask: tuple(v for v, m in zip(values, mask, strict=True) if m)  # noqa: E731
+    pruned = replace(pruned, inputs=select(body.inputs, keep), outputs=select(pruned.outputs, wanted))
+    counts = (sum(keep[:consts]), sum(wanted[:carry]), sum(keep[consts + carry :]))
+    return replace(
+        equation,
+        inputs=select(equation.inputs, keep),
+        outputs=select(equation.outputs, wanted),
+        bodies=(pruned,),
+        counts=counts,
+    )
+
+
+def trace(function: Any, *args: Any) -> ClosedJaxpr:
+    """`jax.make_jaxpr` of `function` at `args` (arrays or `ShapeDtypeStruct`s)."""
+    return jax.make_jaxpr(function)(*args)

@@ -1,0 +1,224 @@
+"""From a graph to a program: infer the labels, assemble layouts, schedule, number the steps."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from pypto_spmd.collectives.assemble import Layouts, assemble
+from pypto_spmd.collectives.drafts import DraftBlock, DraftConvert, DraftRun
+from pypto_spmd.collectives.explore import explorer
+from pypto_spmd.collectives.graph import Graph
+from pypto_spmd.collectives.inference import Request, infer
+from pypto_spmd.collectives.narrate import Narrator
+from pypto_spmd.collectives.objective import OBJECTIVES
+from pypto_spmd.collectives.plan import CommPlan, CommStep, show_bytes
+from pypto_spmd.collectives.program import BlockSchedule, Convert, Program, Run, RunLoop
+from pypto_spmd.collectives.schedule import schedule
+from pypto_spmd.errors import Fault, raise_faults, spmd_function
+from pypto_spmd.mesh import DeviceMesh
+from pypto_spmd.mesh.topology import seconds, slowest_first
+from pypto_spmd.sharding.layout import Layout
+from pypto_spmd.sharding.redistribute import wire_bytes
+
+NOTABLE = 0.7
+"""The plan says so when the objective "bytes" would move less than this share of its wire bytes."""
+
+
+def make_program(
+    graph: Graph,
+    *,
+    mesh: DeviceMesh,
+    inputs: Sequence[PartitionSpec | None],
+    outputs: Sequence[PartitionSpec | None],
+    is_state: Sequence[bool],
+    objective: str = "standard",
+    strict: bool = False,
+    function_name: str = "function",
+    result_names: Sequence[str] = (),
+) -> Program:
+    """Plans a traced function.
+
+    Args:
+        graph: the traced function.
+        mesh: the mesh to run on.
+        inputs: the spec of each flat argument, None where the planner is to choose.
+        outputs: the spec of each flat result, None where the planner is to choose.
+        is_state: for each flat argument, whether it is parameters or train state.
+        objective: "standard" or "bytes".
+        strict: whether a primitive without a rule is an error.
+        function_name: name of the function, for the plan and for errors.
+        result_names: names of the flat results, for the plan.
+
+    Raises:
+        ShardingError: under `strict`, for a primitive without a rule.
+    """
+    missing = _without_rule(graph)
+    if strict:
+        raise_faults(spmd_function(function_name), [_missing_fault(n, s) for n, s in missing])
+    request = Request(
+        graph,
+        dict(mesh.shape),
+        slowest_first(mesh),
+        _layouts(inputs, [graph.avals[t] for t in graph.block.inputs]),
+        _layouts(outputs, [graph.aval(a) for a in graph.block.outputs]),
+        tuple(is_state),
+        OBJECTIVES[objective],
+    )
+    labelling = infer(request)
+    layouts = assemble(request, labelling)
+    draft = schedule(layouts)
+    numbering = _Numbering(layouts, mesh)
+    block = numbering.block(draft)
+    notes = [f"no rule for {name} at {place or 'an unknown line'}: runs whole" for name, place in missing]
+    if labelling.gap > 1e-9:
+        notes.append(f"the plan may cost up to {labelling.gap:.1%} more than the least one")
+    names = [graph.names.get(t, f"argument {i}") for i, t in enumerate(graph.block.inputs)]
+    results = list(result_names) or [f"result[{i}]" for i in range(len(graph.block.outputs))]
+    plan = CommPlan(
+        function_name,
+        dict(mesh.shape),
+        objective,
+        tuple(numbering.steps),
+        dict(zip(names, map(str, block.inputs), strict=True)),
+        dict(zip(results, map(str, block.outputs), strict=True)),
+        tuple(notes),
+        labelling.gap,
+        explorer(request, labelling, names),
+    )
+    return Program(graph, plan, block, dict(mesh.shape))
+
+
+def note_cheaper(program: Program, cheapest: Program) -> Program:
+    """The program with a note in its plan, if another moves notably less."""
+    mine, least = program.plan.wire_bytes, cheapest.plan.wire_bytes
+    if least >= NOTABLE * mine:
+        return program
+    note = (
+        f'objective="{cheapest.plan.objective}" would send {show_bytes(least)} instead of '
+        f"{show_bytes(mine)} from each device"
+    )
+    return replace(program, plan=replace(program.plan, notes=(*program.plan.notes, note)))
+
+
+def _layouts(specs, avals) -> tuple[Layout | None, ...]:
+    return tuple(
+        None if spec is None else Layout.from_spec(spec, len(aval.shape))
+        for spec, aval in zip(specs, avals, strict=True)
+    )
+
+
+def _without_rule(graph: Graph) -> list[tuple[str, str]]:
+    found: dict[tuple[str, str], None] = {}
+    for equation, _ in graph.equations():
+        if equation.rule is not None and equation.rule.reason.startswith("no rule"):
+            found[equation.name, str(equation.source)] = None
+    return list(found)
+
+
+def _missing_fault(name: str, place: str) -> Fault:
+    return Fault(
+        f"primitive {name!r}{' at ' + place if place else ''} has no rule.",
+        "Without one its operands are gathered and it runs whole, which strict=True forbids.",
+        f"register one with register_rule(..., primitive={name!r}), or decorate with strict=False.",
+    )
+
+
+class _Numbering:
+    """Numbers the steps of a draft schedule in order of execution, and describes them."""
+
+    def __init__(self, layouts: Layouts, mesh: DeviceMesh) -> None:
+        self.layouts = layouts
+        self.mesh = mesh
+        self.axis_sizes = layouts.request.axis_sizes
+        self.narrator = Narrator(layouts)
+        self.steps: list[CommStep] = []
+
+    def block(self, draft: DraftBlock) -> BlockSchedule:
+        """The final schedule of a draft block."""
+        buckets: dict[int, int] = {}
+        members: dict[int, list[DraftConvert]] = {}
+        for item in draft.items:
+            if isinstance(item, DraftConvert) and item.bucket >= 0:
+                members.setdefault(item.bucket, []).append(item)
+        items: list[Convert | Run | RunLoop] = []
+        for item in draft.items:
+            if isinstance(item, DraftRun):
+                items.append(self._run(item))
+            elif not item.leg.is_collective:
+                items.append(Convert(item.tensor, item.leg, -1))
+            elif item.bucket >= 0:
+                if item.bucket not in buckets:
+                    buckets[item.bucket] = self._convert_step(members[item.bucket])
+                items.append(Convert(item.tensor, item.leg, buckets[item.bucket]))
+            else:
+                items.append(Convert(item.tensor, item.leg, self._convert_step([item])))
+        return BlockSchedule(draft.inputs, tuple(items), draft.outputs)
+
+    def _run(self, draft: DraftRun) -> Run | RunLoop:
+        equation = draft.equation
+        if equation.rule is None:
+            bodies = tuple(self.block(b) for b in draft.bodies)
+            return RunLoop(equation, draft.operands, draft.results, bodies)
+        splits = self.layouts.splits(equation)
+        steps: dict[tuple[int, int], int] = {}
+        for factor, axes in splits.items():
+            for index, exchange in enumerate(equation.rule.factors[factor].exchanges):
+                local = [
+                    f.size // prod(self.axis_sizes[a] for a in splits.get(i, ()))
+                    for i, f in enumerate(equation.rule.factors)
+                ]
+                group = prod(self.axis_sizes[a] for a in axes)
+                full = exchange.full_elements(local, group)
+                steps[factor, index] = self._add(
+                    exchange.kind,
+                    axes,
+                    full,
+                    exchange.itemsize,
+                    repeat=draft.block.repeat,
+                    op=equation.name,
+                    tensor=self.narrator.tensor(equation.outputs[0]),
+                    source=str(equation.source),
+                    reason=f"{equation.name} along a dim split over "
+                    f"{' and '.join(map(repr, axes))} exchanges {exchange.what or 'what it lacks'}",
+                    dtype="",
+                )
+        return Run(equation, draft.operands, draft.results, splits, steps)
+
+    def _convert_step(self, members: list[DraftConvert]) -> int:
+        first = members[0]
+        graph = self.layouts.request.graph
+        full = sum(m.leg.full_elements(graph.avals[m.tensor].shape, self.axis_sizes) for m in members)
+        aval = graph.avals[first.tensor]
+        tensor = self.narrator.tensor(first.tensor)
+        if len(members) > 1:
+            tensor = f"{tensor} and {len(members) - 1} more"
+        return self._add(
+            first.leg.kind,
+            first.leg.axes,
+            full,
+            aval.itemsize,
+            repeat=first.block.repeat,
+            op=self.narrator.op(first),
+            tensor=tensor,
+            source=self.narrator.source(first),
+            reason=self.narrator.reason(first),
+            dtype=str(aval.dtype),
+            tensors=len(members),
+        )
+
+    def _add(
+        self, kind: str, axes: tuple[str, ...], full: float, itemsize: float, *,
+        repeat: int | None, op: str, tensor: str, source: str, reason: str, dtype: str, tensors: int = 1,
+    ) -> int:  # fmt: skip
+        group = prod(self.axis_sizes[a] for a in axes)
+        sent = wire_bytes(kind, full * itemsize, group)
+        self.steps.append(
+            CommStep(
+                len(self.steps), kind, axes, full * itemsize, sent, seconds(kind, sent, axes, self.mesh),
+                repeat, op, tensor, source, reason, int(np.ceil(full)), dtype, tensors,
+            )
+        )  # fmt: skip
+        return len(self.steps) - 1

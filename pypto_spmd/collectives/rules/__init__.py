@@ -1,0 +1,37 @@
+"""One small fact a primitive: how its dims correspond, and how it runs on shards."""
+
+from pypto_spmd.collectives.rules import (  # noqa: F401  (importing a family registers its rules)
+    contraction,
+    elementwise,
+    indexing,
+    random,
+    reduction,
+    shape,
+)
+from pypto_spmd.collectives.rules.factor import (
+    Choice,
+    Exchange,
+    Factor,
+    Linear,
+    Rule,
+    choices,
+    factor_rule,
+    whole_rule,
+)
+from pypto_spmd.collectives.rules.registry import Aval, has_rule, registered, rule, rule_for
+
+__all__ = [
+    "Aval",
+    "Choice",
+    "Exchange",
+    "Factor",
+    "Linear",
+    "Rule",
+    "choices",
+    "factor_rule",
+    "has_rule",
+    "registered",
+    "rule",
+    "rule_for",
+    "whole_rule",
+]
