@@ -5,6 +5,7 @@ somebody asks for them. So meshes are compared, hashed, printed and planned for 
 """
 
 import contextvars
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import FrozenInstanceError
 from math import prod
@@ -362,13 +363,12 @@ def _check_members(members: tuple[Any, ...]) -> None:
         what = f"devices holds the negative index {negative[0]}."
         why = "Indices count jax.devices() from its start, from 0 on."
         faults.append(Fault(what, why, "use the device's index from the start."))
-    repeated = {member: members.count(member) for member in members}
-    repeated = {member: count for member, count in repeated.items() if count > 1}
+    repeated = {member: count for member, count in Counter(members).items() if count > 1}
     if repeated:
         shown = [f"{member} ({count} times)" for member, count in repeated.items()]
         what = f"devices uses {listed(shown)} more than once."
         why = "Each device holds one place in the mesh."
-        fix = f"list {len(members)} different devices, such as {list(range(len(members)))}."
+        fix = f"list {len(members)} different devices, such as 0 to {len(members) - 1}."
         faults.append(Fault(what, why, fix))
     raise_faults("DeviceMesh", faults)
 

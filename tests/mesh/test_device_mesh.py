@@ -152,7 +152,7 @@ BAD_MESHES = {
         ([[0, 1], [1, 2]], NAMES),
         "DeviceMesh: devices uses 1 (2 times) more than once.\n"
         "  Each device holds one place in the mesh.\n"
-        "  Fix: list 4 different devices, such as [0, 1, 2, 3].",
+        "  Fix: list 4 different devices, such as 0 to 3.",
     ),
     "negative": (
         ([0, -1], ["a"]),
