@@ -80,6 +80,7 @@ def test_order_names_and_shape_tell_meshes_apart():
         mesh.with_topology({"a": "infiniband_ndr", "b": "nvlink_h100"}),
     ]
     assert len({mesh, *others}) == 6
+    assert all(mesh != other for other in others)
     assert mesh.same_places(others[-1])
     assert not mesh.same_places(others[0])
     assert mesh != "mesh"
