@@ -6,10 +6,12 @@ all, and which dims count as data.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 
 from pypto_spmd.collectives.graph import Constant, Equation, Graph
-from pypto_spmd.collectives.links import Link, links_of
+from pypto_spmd.collectives.links import links_of
+from pypto_spmd.collectives.rules import Rule
 
 
 @dataclass(slots=True)
@@ -19,12 +21,10 @@ class DimClasses:
     Args:
         offsets: number of the first dim of each tensor.
         parents: parent of each dim.
-        links: links of each loop, by equation index.
     """
 
     offsets: list[int]
     parents: list[int]
-    links: dict[int, tuple[Link, ...]] = field(default_factory=dict)
 
     def find(self, tensor: int, dim: int) -> int:
         """The class of one dim of one tensor."""
@@ -59,9 +59,7 @@ def dim_classes(graph: Graph) -> DimClasses:
                 for node in nodes[1:]:
                     classes.join(nodes[0], node)
         else:
-            links = links_of(equation, 1.0)
-            classes.links[equation.index] = links
-            for link in links:
+            for link in links_of(equation, 1.0):
                 if isinstance(link.source, Constant):
                     continue
                 rank = len(graph.avals[link.target].shape)
@@ -76,16 +74,25 @@ def factor_dims(equation: Equation) -> list[list[tuple[int, int]]]:
     """For each factor of an equation's rule, the (tensor, dim)s that it leads."""
     rule = equation.rule
     assert rule is not None
-    found: list[list[tuple[int, int]]] = [[] for _ in rule.factors]
-    sides = (
-        *zip(equation.inputs, rule.operands, strict=True),
-        *zip(equation.outputs, rule.results, strict=True),
-    )
-    for tensor, dims in sides:
-        if isinstance(tensor, Constant):
-            continue
-        for d, dim in enumerate(dims):
-            leading = next((f for f in dim if rule.factors[f].size > 1), dim[0] if dim else -1)
-            if leading >= 0:
-                found[leading].append((tensor, d))
+    found = []
+    for places in _leading(rule):
+        nodes = []
+        for side, position, dim in places:
+            atom = (equation.outputs if side else equation.inputs)[position]
+            if isinstance(atom, int):
+                nodes.append((atom, dim))
+        found.append(nodes)
     return found
+
+
+@lru_cache(maxsize=100_000)
+def _leading(rule: Rule) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+    """For each factor, the (0 for operands or 1 for results, position, dim)s that it leads."""
+    found: list[list[tuple[int, int, int]]] = [[] for _ in rule.factors]
+    for side, tensors in enumerate((rule.operands, rule.results)):
+        for position, dims in enumerate(tensors):
+            for d, dim in enumerate(dims):
+                if dim:
+                    first = next((f for f in dim if rule.factors[f].size > 1), dim[0])
+                    found[first].append((side, position, d))
+    return tuple(map(tuple, found))

@@ -10,13 +10,14 @@ Invariant: least cost of the original problem = sum of ``constants`` + least cos
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 import numpy as np
 
 from pypto_spmd.collectives import min_plus
+from pypto_spmd.collectives.elimination_order import cheapest_order
 from pypto_spmd.collectives.labelling import Problem
 from pypto_spmd.collectives.min_plus import Elimination, Table, View
 
@@ -25,6 +26,9 @@ Factors = tuple[tuple[Scope, View], ...]
 
 MAX_ENTRIES = 4_000_000
 """The largest table to make unless asked otherwise: 32 MB."""
+
+EASY_ENTRIES = 5_000
+"""Unions up to this size are taken smallest first; if only larger ones are left, a plan is made."""
 
 
 class Contradiction(Exception):
@@ -151,6 +155,15 @@ class Network:
                 return variable
         return None
 
+    def plan(self) -> list[int]:
+        """A good order in which to eliminate what is left."""
+        graph = {
+            variable: set().union(*incident) - {variable}
+            for variable, incident in enumerate(self._incident)
+            if incident
+        }
+        return cheapest_order(graph, self._sizes)
+
     def message_entries(self, variable: int) -> int:
         """The size of the table that eliminating the variable would make."""
         return self._weights[variable] // self._sizes[variable]
@@ -169,9 +182,15 @@ class Network:
             Contradiction: no labelling has a finite cost.
         """
         exact = True
+        plan: Iterator[int] | None = None
         self.prune()
         self.order()
         while (variable := self.lightest()) is not None:
+            if self._weights[variable] > EASY_ENTRIES:
+                heappush(self._heap, (self._weights[variable], variable))
+                if plan is None:
+                    plan = iter(self.plan())
+                variable = next(v for v in plan if self._alive[v] and self._incident[v])
             if self.message_entries(variable) <= max_entries:
                 self.eliminate(variable)
             else:

@@ -69,11 +69,14 @@ class Mobility:
     free_pairs: tuple[tuple[int, int], ...] = ()
 
 
+FREE = Mobility()
+"""Of a tensor that may be moved at the price of its bytes."""
+
 Option = tuple[Label, ...]
 """The labels in which a stored tensor exists on an axis: usually one."""
 
 
-@lru_cache(maxsize=None)
+@lru_cache(maxsize=100_000)
 def move_cost(source: Label, target: Label, size: float, axis_size: int, mobility: Mobility) -> float:
     """What it costs to relabel a tensor of `size` bytes (whole over the axis)."""
     if source == target:
@@ -94,13 +97,13 @@ def move_cost(source: Label, target: Label, size: float, axis_size: int, mobilit
     return wire_bytes("all_gather", size, axis_size) * mobility.gather + COLLECTIVE_COST
 
 
-@lru_cache(maxsize=None)
+@lru_cache(maxsize=100_000)
 def read_cost(option: Option, target: Label, size: float, axis_size: int, mobility: Mobility) -> float:
     """What it costs to read a stored tensor in `target`: the cheapest member serves."""
     return min(move_cost(member, target, size, axis_size, mobility) for member in option)
 
 
-@lru_cache(maxsize=None)
+@lru_cache(maxsize=100_000)
 def store_cost(made: Label, option: Option, size: float, axis_size: int, mobility: Mobility) -> float:
     """What it costs to make every member of `option` from a tensor made in `made`."""
     missing, have, cost = set(option), [made], 0.0
@@ -114,7 +117,7 @@ def store_cost(made: Label, option: Option, size: float, axis_size: int, mobilit
     return cost
 
 
-@lru_cache(maxsize=None)
+@lru_cache(maxsize=100_000)
 def read_table(
     options: tuple[Option, ...],
     targets: tuple[tuple[Label, ...], ...],
@@ -147,7 +150,7 @@ def read_table(
     return intern_table(np.array(rows))
 
 
-@lru_cache(maxsize=None)
+@lru_cache(maxsize=100_000)
 def store_table(
     options: tuple[Option, ...],
     made: tuple[Label, ...],
@@ -167,7 +170,7 @@ def store_table(
     )
 
 
-@lru_cache(maxsize=None)
+@lru_cache(maxsize=100_000)
 def preference_table(options: tuple[Option, ...]) -> Table:
     """Unary table that prefers stored tensors to be split."""
     def cost(option: Option) -> float:

@@ -8,10 +8,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from pypto_spmd.collectives.assemble import Layouts, assemble
+from pypto_spmd.collectives.axis import Request
 from pypto_spmd.collectives.drafts import DraftBlock, DraftConvert, DraftRun
 from pypto_spmd.collectives.explore import explorer
 from pypto_spmd.collectives.graph import Graph
-from pypto_spmd.collectives.inference import Request, infer
+from pypto_spmd.collectives.inference import infer
 from pypto_spmd.collectives.narrate import Narrator
 from pypto_spmd.collectives.objective import OBJECTIVES
 from pypto_spmd.collectives.plan import CommPlan, CommStep, show_bytes

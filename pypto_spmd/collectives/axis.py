@@ -1,0 +1,664 @@
+"""One mesh axis as a least-cost labelling problem, the labels of the other axes given.
+
+There is a variable for the labelling that each equation chooses and one for the labels in which each
+tensor is stored, and there are tables for what reading and storing cost. A tensor is stored in one label,
+or in two where that saves a conversion: the larger sets are added only for tensors that a first solution
+converted more than once, and the axis is solved again.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+
+from pypto_spmd.collectives.elimination import Problem, Table, intern_table, solve
+from pypto_spmd.collectives.facts import EquationFacts, GraphFacts
+from pypto_spmd.collectives.graph import Atom, Constant, Equation, Graph
+from pypto_spmd.collectives.links import Link, predicates
+from pypto_spmd.collectives.min_marginals import min_marginals
+from pypto_spmd.collectives.objective import (
+    COLLECTIVE_COST,
+    FREE,
+    WHOLE_COST,
+    Mobility,
+    Objective,
+    Option,
+    move_cost,
+    preference_table,
+    read_cost,
+    read_table,
+    store_cost,
+    store_table,
+)
+from pypto_spmd.collectives.rules import Choice, Rule, choices
+from pypto_spmd.sharding.layout import Label, Layout, P, R, S
+from pypto_spmd.sharding.redistribute import wire_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What inference is asked.
+
+    Args:
+        graph: the traced function.
+        axis_sizes: size of each mesh axis.
+        axis_order: the axes, slowest link first.
+        inputs: given layout of each argument, None if it is free.
+        outputs: given layout of each result, None if it is free.
+        is_state: for each argument whether it is parameters or train state.
+        objective: the weights.
+    """
+
+    graph: Graph
+    axis_sizes: Mapping[str, int]
+    axis_order: tuple[str, ...]
+    inputs: tuple[Layout | None, ...]
+    outputs: tuple[Layout | None, ...]
+    is_state: tuple[bool, ...]
+    objective: Objective
+
+
+@dataclass(slots=True, eq=False)
+class AxisLabels:
+    """What one axis does everywhere.
+
+    Args:
+        choices: the labelling of each equation, by equation index.
+        stored: the labels in which each tensor is stored, by tensor.
+        inputs: the label of each argument as it comes in.
+        outputs: the label of each result as it goes out.
+        cost: cost under the objective.
+        lower_bound: no labelling of the axis costs less (given the other axes).
+    """
+
+    choices: dict[int, Choice] = field(default_factory=dict)
+    stored: list[Option] = field(default_factory=list)
+    inputs: tuple[Label, ...] = ()
+    outputs: tuple[Label, ...] = ()
+    cost: float = 0.0
+    lower_bound: float = 0.0
+
+    def same_as(self, other: "AxisLabels") -> bool:
+        """Whether both say the same of every equation and tensor."""
+        return self.choices == other.choices and self.stored == other.stored
+
+
+class AxisProblem:
+    """The problem of one axis."""
+
+    def __init__(
+        self, request: Request, facts: GraphFacts, axis: str, others: Mapping[str, AxisLabels]
+    ) -> None:
+        self.request = request
+        self.facts = facts
+        self.graph: Graph = request.graph
+        self.axis = axis
+        self.size = request.axis_sizes[axis]
+        self.others = tuple(others.values())
+        self.other_sizes = tuple(request.axis_sizes[a] for a in others)
+        self.objective = request.objective
+        self._read_given()
+        self.mobility = self._mobilities()
+        self.choice_lists: dict[int, tuple[Choice, ...]] = {}
+        self.domains: list[tuple[Option, ...]] = []
+
+    def solve(self) -> AxisLabels:
+        """The labels of least cost."""
+        self._prepare()
+        self._build()
+        found = self._solve_once()
+        if self._widen(found):
+            self._build()
+            found = self._solve_once()
+        return found
+
+    def input_marginals(self, position: int, chosen: Label) -> dict[Label, float]:
+        """For each label of an argument, by how much the least cost exceeds that of `chosen`."""
+        tensor = self.graph.block.inputs[position]
+        # Whatever dim the argument is split in must be allowed downstream as well.
+        self.asked |= set(self.facts.dims[tensor])
+        self._prepare()
+        labels = [o[0] for o in self.domains[tensor] if o[0].kind != "P"]
+        self._build(free_input=position)
+        slot = self._variable(len(labels))
+        size = self._stored_bytes(tensor)
+        rows = [
+            [store_cost(label, o, size, self.size, self.mobility[tensor]) for o in self.domains[tensor]]
+            for label in labels
+        ]
+        self.tables.append(((slot, tensor), intern_table(np.array(rows))))
+        costs = min_marginals(Problem(tuple(self.sizes), tuple(self.tables)), [slot])[slot]
+        base = costs[labels.index(chosen)]
+        return {label: float(cost - base) for label, cost in zip(labels, costs, strict=True)}
+
+    # What is given -----------------------------------------------------------------------------
+
+    def _read_given(self) -> None:
+        """The classes of dims that given layouts ask to split, and those of data and of state."""
+        request, dims = self.request, self.facts.dims
+        self.asked: set[int] = set()
+        self.data: set[int] = set()
+        self.state: set[int] = set()
+        block = self.graph.block
+        for tensor, layout, state in zip(block.inputs, request.inputs, request.is_state, strict=True):
+            label = layout.label(self.axis) if layout is not None else R
+            if label.kind == "S":
+                self.asked.add(dims[tensor][label.dim])
+                (self.state if state else self.data).add(dims[tensor][label.dim])
+        for atom, layout in zip(block.outputs, request.outputs, strict=True):
+            label = layout.label(self.axis) if layout is not None else R
+            if label.kind == "S" and isinstance(atom, int):
+                self.asked.add(dims[atom][label.dim])
+        self.constraints: dict[int, Label] = {}
+        for index, known in self.facts.equations.items():
+            if known.equation.constraint is not None:
+                output = known.equation.outputs[0]
+                layout = Layout.from_spec(known.equation.constraint, len(dims[output]))
+                label = self.constraints[index] = layout.label(self.axis)
+                if label.kind == "S":
+                    self.asked.add(dims[output][label.dim])
+
+    def _mobilities(self) -> list[Mobility]:
+        """By how much moving each tensor is made dearer on this axis (design, objective "standard")."""
+        hold, dims = self.objective.hold, self.facts.dims
+        if hold == 1.0:
+            return [FREE] * len(dims)
+        if not self.data:
+            held = Mobility(gather=hold)
+            state_only = self._state_only()
+            return [held if t in state_only else FREE for t in range(len(dims))]
+        made: dict[tuple[tuple[bool, bool], ...], Mobility] = {}
+        found = []
+        for classes in dims:
+            kinds = tuple((c in self.data, c in self.state) for c in classes)
+            if kinds not in made:
+                pairs = tuple(
+                    (i, j)
+                    for i, (data, state) in enumerate(kinds)
+                    for j, (other_data, other_state) in enumerate(kinds)
+                    if (data and other_state) or (state and other_data)
+                )
+                is_data = any(data for data, _ in kinds)
+                made[kinds] = Mobility(hold, hold, pairs) if is_data else FREE
+            found.append(made[kinds])
+        return found
+
+    def _state_only(self) -> frozenset[int]:
+        """Tensors that depend on state and constants alone (and on some state)."""
+        mixed: set[int] = set()
+        from_state: set[int] = set()
+        for tensor, state in zip(self.graph.block.inputs, self.request.is_state, strict=True):
+            (from_state if state else mixed).add(tensor)
+        links = {e.index: found for e, _, found in self.facts.loops}
+        for equation, _ in self.facts.order:
+            sources = [a for a in equation.inputs if isinstance(a, int)]
+            for link in links.get(equation.index, ()):
+                if link.inside or link.kind == "result":
+                    continue
+                # Constants and stacks keep what they are inside a loop; what is carried is mixed.
+                pure = link.kind in ("const", "xs", "operand") and link.source in from_state
+                (from_state if pure else mixed).add(link.target)
+            if any(s in mixed for s in sources):
+                mixed.update(equation.outputs)
+            elif any(s in from_state for s in sources):
+                from_state.update(equation.outputs)
+        return frozenset(from_state - mixed)
+
+    # Sizes -------------------------------------------------------------------------------------
+
+    def _given_bytes(self, tensor: int, given: Layout) -> float:
+        aval = self.graph.avals[tensor]
+        pieces = prod(self.request.axis_sizes[name] for name in given.axes - {self.axis})
+        return prod(aval.shape) * aval.itemsize / pieces
+
+    def _stored_bytes(self, tensor: int) -> float:
+        """Bytes of a stored tensor, local to the other axes."""
+        aval = self.graph.avals[tensor]
+        size = prod(aval.shape) * aval.itemsize
+        for theirs, n in zip(self.others, self.other_sizes, strict=True):
+            if theirs.stored[tensor][0].kind == "S":
+                size /= n
+        return size
+
+    # Domains -----------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        """Domains of all variables."""
+        asked, constrained = self.asked, self.constraints
+        closure = self.objective.closure
+        for index, known in self.facts.equations.items():
+            rule = known.equation.rule
+            if index in constrained:
+                theirs = tuple(labels.choices[index] for labels in self.others)
+                found = choices(rule, _local_sizes(rule, theirs, self.other_sizes), self.size)
+                label = constrained[index]
+                self.choice_lists[index] = (
+                    tuple(c for c in found if c.results[0] == label) or found[:1]
+                )
+                continue
+            mask = tuple(
+                not closure or any(c in asked for c in classes) for classes in known.factor_classes
+            )
+            theirs = tuple(labels.choices[index] for labels in self.others)
+            self.choice_lists[index] = _choice_list(rule, theirs, self.other_sizes, mask, self.size)
+        ops = self._partial_ops()
+        self.domains = []
+        for tensor, classes in enumerate(self.facts.dims):
+            mask = tuple(not closure or c in asked for c in classes)
+            cuts = tuple(theirs.stored[tensor] for theirs in self.others) if any(mask) else ()
+            self.domains.append(
+                _domain(
+                    self.graph.avals[tensor].shape, mask, cuts, self.other_sizes, self.size,
+                    frozenset(ops[tensor]),
+                )
+            )  # fmt: skip
+
+    def _partial_ops(self) -> list[set[str]]:
+        """For each tensor the reductions it may be waiting for, following them through the graph."""
+        ops: list[set[str]] = [set() for _ in self.graph.avals]
+        links = {e.index: found for e, _, found in self.facts.loops}
+        changed = True
+        while changed:
+            changed = False
+            for equation, _ in self.facts.order:
+                for link in links.get(equation.index, ()):
+                    found = set(ops[link.source]) if isinstance(link.source, int) else set()
+                    if link.kind == "xs":
+                        found.add("sum")
+                    if not found <= ops[link.target]:
+                        ops[link.target] |= found
+                        changed = True
+                if equation.rule is None:
+                    continue
+                for op, needs, results in _partial_makers(self.choice_lists[equation.index]):
+                    inputs = equation.inputs
+                    if needs and not any(
+                        isinstance(inputs[i], int) and op in ops[inputs[i]] for i in needs
+                    ):
+                        continue
+                    for result in results:
+                        ops[equation.outputs[result]].add(op)
+            changed = changed and bool(links)
+        return ops
+
+    # The problem -------------------------------------------------------------------------------
+
+    def _variable(self, size: int) -> int:
+        self.sizes.append(size)
+        return len(self.sizes) - 1
+
+    def _build(self, free_input: int = -1) -> None:
+        """Variables and tables of the whole graph, those of one argument's end left out if asked."""
+        self.sizes: list[int] = [len(d) for d in self.domains]
+        self.choice_variables: dict[int, int] = {}
+        self.tables: list[tuple[tuple[int, ...], Table]] = []
+        for tensor, domain in enumerate(self.domains):
+            if len(domain) > 1:
+                self.tables.append(((tensor,), preference_table(domain)))
+        for index, known in self.facts.equations.items():
+            self._add_equation(index, known)
+        for equation, block, links in self.facts.loops:
+            self._add_loop(equation, block.weight, links)
+        self.input_labels = self._add_inputs(free_input)
+        self.output_labels = self._add_outputs()
+
+    def _add_equation(self, index: int, known: EquationFacts) -> None:
+        found = self.choice_lists[index]
+        equation = known.equation
+        domains, mobility = self.domains, self.mobility
+        reads, outputs = known.reads, equation.outputs
+        if (
+            len(found) == 1
+            and all(len(domains[t]) == 1 for t, _ in reads)
+            and all(len(domains[t]) == 1 for t in outputs)
+        ):
+            return  # nothing to choose
+        variable = self._variable(len(found))
+        self.choice_variables[index] = variable
+        bundle = _equation_tables(
+            equation.rule,
+            found,
+            tuple(labels.choices[index] for labels in self.others),
+            self.other_sizes,
+            self.size,
+            known.block.weight,
+            self.objective.work,
+            tuple((positions, domains[t], mobility[t]) for t, positions in reads),
+            tuple((domains[t], mobility[t]) for t in outputs),
+            tuple(self.graph.avals[t] for t, _ in reads),
+            tuple(self.graph.avals[t] for t in outputs),
+        )
+        work, read_tables, store_tables = bundle
+        if work is not None:
+            self.tables.append(((variable,), work))
+        for (tensor, _), table in zip(reads, read_tables, strict=True):
+            if table is not None:
+                self.tables.append(((variable, tensor), table))
+        for tensor, table in zip(outputs, store_tables, strict=True):
+            if table is not None:
+                self.tables.append(((variable, tensor), table))
+
+    def _add_loop(self, equation: Equation, weight: float, links: tuple[Link, ...]) -> None:
+        for link in links:
+            if isinstance(link.source, Constant) or link.source == link.target:
+                continue
+            size = self._stored_bytes(link.source if link.source_shift > 0 else link.target)
+            table = _link_table(
+                link.kind, self.domains[link.source], self.domains[link.target], size, self.size,
+                self.mobility[link.source], link.weight,
+            )  # fmt: skip
+            self.tables.append(((link.source, link.target), table))
+        for atom, block in predicates(equation):
+            if isinstance(atom, int):
+                times = block.weight if block is not None else weight
+                size = self._stored_bytes(atom)
+                cost = tuple(times * read_cost(o, R, size, self.size, FREE) for o in self.domains[atom])
+                self.tables.append(((atom,), _unary(cost)))
+
+    def _add_inputs(self, free_input: int) -> list[Label | None]:
+        """Arguments: their given label is what they come in with; what is free comes in as stored."""
+        labels: list[Label | None] = []
+        ends = zip(self.graph.block.inputs, self.request.inputs, strict=True)
+        for position, (tensor, given) in enumerate(ends):
+            domain = self.domains[tensor]
+            labels.append(None if given is None else given.label(self.axis))
+            if position == free_input:
+                continue
+            if given is None:
+                size = self._stored_bytes(tensor)
+                # It cannot come in partial.
+                cost = tuple(
+                    np.inf
+                    if o[0].kind == "P"
+                    else store_cost(o[0], o, size, self.size, self.mobility[tensor])
+                    for o in domain
+                )
+            else:
+                size = self._given_bytes(tensor, given)
+                label = given.label(self.axis)
+                cost = tuple(
+                    store_cost(label, o, size, self.size, self.mobility[tensor]) for o in domain
+                )
+            if any(cost):
+                self.tables.append(((tensor,), _unary(cost)))
+        return labels
+
+    def _add_outputs(self) -> list[Label | None]:
+        """Results: read in their given label; what is free in any that is not partial."""
+        labels: list[Label | None] = []
+        for atom, given in zip(self.graph.block.outputs, self.request.outputs, strict=True):
+            labels.append(None if given is None else given.label(self.axis))
+            if isinstance(atom, Constant):
+                labels[-1] = labels[-1] or R
+                continue
+            domain, mobility = self.domains[atom], self.mobility[atom]
+            if given is None:
+                size = self._stored_bytes(atom)
+                targets = [o[0] for o in domain if o[0].kind != "P"]
+            else:
+                size = self._given_bytes(atom, given)
+                targets = [given.label(self.axis)]
+            cost = tuple(min(read_cost(o, t, size, self.size, mobility) for t in targets) for o in domain)
+            if any(cost):
+                self.tables.append(((atom,), _unary(cost)))
+        return labels
+
+    # The solution ------------------------------------------------------------------------------
+
+    def _solve_once(self) -> AxisLabels:
+        solution = solve(Problem(tuple(self.sizes), tuple(self.tables)))
+        result = AxisLabels(cost=solution.cost, lower_bound=solution.lower_bound)
+        picked = solution.labels
+        result.stored = [domain[picked[tensor]] for tensor, domain in enumerate(self.domains)]
+        for index, found in self.choice_lists.items():
+            variable = self.choice_variables.get(index)
+            result.choices[index] = found[0 if variable is None else picked[variable]]
+        result.inputs = tuple(
+            label if label is not None else result.stored[tensor][0]
+            for tensor, label in zip(self.graph.block.inputs, self.input_labels, strict=True)
+        )
+        result.outputs = tuple(
+            label if label is not None else self._free_output(atom, result)
+            for atom, label in zip(self.graph.block.outputs, self.output_labels, strict=True)
+        )
+        return result
+
+    def _free_output(self, atom: Atom, result: AxisLabels) -> Label:
+        option = result.stored[atom]
+        size, mobility = self._stored_bytes(atom), self.mobility[atom]
+        targets = [o[0] for o in self.domains[atom] if o[0].kind != "P"]
+
+        def preference(target: Label) -> tuple[float, bool, int]:
+            cost = read_cost(option, target, size, self.size, mobility)
+            return cost, target not in option, targets.index(target)
+
+        return min(targets, key=preference)
+
+    def _widen(self, found: AxisLabels) -> bool:
+        """Lets tensors that were converted more than once exist in two labels; whether any may."""
+        conversions: dict[int, int] = {}
+
+        def count(tensor: int, source: Option, target: Label) -> None:
+            if target not in source and read_cost(source, target, 1e6, self.size, FREE) > 1:
+                conversions[tensor] = conversions.get(tensor, 0) + 1
+
+        stored = found.stored
+        for index, known in self.facts.equations.items():
+            choice = found.choices[index]
+            for tensor, positions in known.reads:
+                for label in {choice.operands[p] for p in positions}:
+                    count(tensor, stored[tensor], label)
+            for tensor, label in zip(known.equation.outputs, choice.results, strict=True):
+                count(tensor, (label,), stored[tensor][0])
+        for tensor, label in zip(self.graph.block.inputs, found.inputs, strict=True):
+            count(tensor, (label,), stored[tensor][0])
+        for atom, label in zip(self.graph.block.outputs, found.outputs, strict=True):
+            if isinstance(atom, int):
+                count(atom, stored[atom], label)
+        bound = {t for e, _, _ in self.facts.loops for b in e.bodies for t in b.inputs}
+        changed = False
+        for tensor, times in conversions.items():
+            singles = [o[0] for o in self.domains[tensor] if o != (R,)]
+            if times < 2 or len(singles) < 2 or tensor in bound:
+                continue
+            pairs = tuple(
+                (a, b)
+                for i, a in enumerate(singles)
+                for b in singles[i + 1 :]
+                if not a.kind == b.kind == "P"
+            )
+            self.domains[tensor] += pairs
+            changed = changed or bool(pairs)
+        return changed
+
+
+# What repeats, worked out once ---------------------------------------------------------------------
+
+
+@lru_cache(maxsize=100_000)
+def _local_sizes(rule: Rule, theirs: tuple[Choice, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes of a rule's factors, local to the other axes' choices."""
+    local = [f.size for f in rule.factors]
+    for choice, n in zip(theirs, sizes, strict=True):
+        if choice.factor >= 0:
+            local[choice.factor] //= n
+    return tuple(local)
+
+
+@lru_cache(maxsize=100_000)
+def _choice_list(
+    rule: Rule, theirs: tuple[Choice, ...], sizes: tuple[int, ...], mask: tuple[bool, ...], axis_size: int
+) -> tuple[Choice, ...]:
+    """What an equation may choose: split first, since of equal costs the first is taken."""
+    found = choices(rule, _local_sizes(rule, theirs, sizes), axis_size)
+    split = tuple(c for c in found if c.factor >= 0 and mask[c.factor])
+    return split + tuple(c for c in found if c.factor < 0)
+
+
+@lru_cache(maxsize=100_000)
+def _domain(
+    shape: tuple[int, ...],
+    mask: tuple[bool, ...],
+    cuts: tuple[Option, ...],
+    sizes: tuple[int, ...],
+    axis_size: int,
+    ops: frozenset[str],
+) -> tuple[Option, ...]:
+    """In which labels a tensor may be stored, split first.
+
+    Args:
+        shape: global shape.
+        mask: which dims may be split.
+        cuts: how the other axes store it (empty if no dim may be split).
+        sizes: sizes of the other axes.
+        axis_size: size of this one.
+        ops: reductions that it may be waiting for.
+    """
+    found: list[Option] = []
+    for dim, size in enumerate(shape):
+        if not mask[dim]:
+            continue
+        pieces = axis_size * prod(
+            n for option, n in zip(cuts, sizes, strict=True) if S(dim) in option
+        )
+        if size % pieces == 0:
+            found.append((S(dim),))
+    found.append((R,))
+    found.extend((P(op),) for op in sorted(ops))
+    return tuple(found)
+
+
+@lru_cache(maxsize=100_000)
+def _partial_makers(
+    found: tuple[Choice, ...],
+) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]:
+    """(reduction, operands of which one must be partial, results that are) of a list of choices."""
+    makers = []
+    for choice in found:
+        for op in {label.op for label in choice.results if label.kind == "P"}:
+            needs = tuple(i for i, label in enumerate(choice.operands) if label == P(op))
+            results = tuple(i for i, label in enumerate(choice.results) if label == P(op))
+            makers.append((op, needs if choice.linear >= 0 else (), results))
+    return tuple(makers)
+
+
+@lru_cache(maxsize=100_000)
+def _equation_tables(
+    rule: Rule,
+    found: tuple[Choice, ...],
+    theirs: tuple[Choice, ...],
+    sizes: tuple[int, ...],
+    axis_size: int,
+    weight: float,
+    work: float,
+    reads: tuple[tuple[tuple[int, ...], tuple[Option, ...], Mobility], ...],
+    results: tuple[tuple[tuple[Option, ...], Mobility], ...],
+    read_avals: tuple[object, ...],
+    result_avals: tuple[object, ...],
+) -> tuple[Table | None, tuple[Table | None, ...], tuple[Table | None, ...]]:
+    """The tables of one equation: of its choice, and of its choice with each operand and result."""
+
+    def local_bytes(aval, labels) -> float:
+        pieces = prod(n for label, n in zip(labels, sizes, strict=True) if label.kind == "S")
+        return prod(aval.shape) * aval.itemsize / pieces
+
+    read_tables = []
+    operand_bytes = 0.0
+    for (positions, options, mobility), aval in zip(reads, read_avals, strict=True):
+        size = tuple(local_bytes(aval, [c.operands[p] for c in theirs]) for p in positions)
+        operand_bytes += sum(size)
+        targets = tuple(tuple(c.operands[p] for p in positions) for c in found)
+        table = read_table(options, targets, size, axis_size, mobility, weight)
+        read_tables.append(table if table.array.any() else None)
+    store_tables = []
+    for position, ((options, mobility), aval) in enumerate(zip(results, result_avals, strict=True)):
+        size = local_bytes(aval, [c.results[position] for c in theirs])
+        made = tuple(c.results[position] for c in found)
+        table = store_table(options, made, size, axis_size, mobility, weight)
+        store_tables.append(table if table.array.any() else None)
+    local = _local_sizes(rule, theirs, sizes)
+    costs = []
+    for choice in found:
+        if choice.factor < 0:
+            unsplit = operand_bytes * work * (axis_size - 1) / axis_size if rule.works else 0.0
+            costs.append(WHOLE_COST + weight * unsplit)
+            continue
+        after = list(local)
+        after[choice.factor] //= axis_size
+        costs.append(
+            weight
+            * sum(
+                wire_bytes(e.kind, e.full_elements(after, axis_size) * e.itemsize, axis_size)
+                + COLLECTIVE_COST
+                for e in rule.factors[choice.factor].exchanges
+            )
+        )
+    return _unary(tuple(costs)), tuple(read_tables), tuple(store_tables)
+
+
+@lru_cache(maxsize=100_000)
+def _unary(costs: tuple[float, ...]) -> Table:
+    return intern_table(np.array(costs, dtype=float))
+
+
+@lru_cache(maxsize=100_000)
+def _link_table(
+    kind: str,
+    source: tuple[Option, ...],
+    target: tuple[Option, ...],
+    size: float,
+    axis_size: int,
+    mobility: Mobility,
+    weight: float,
+) -> Table:
+    """Table (stored source, stored target) of binding one tensor to another."""
+    rows = [
+        [
+            _bind_cost(kind, s, t[0], size, axis_size, mobility, weight)
+            + weight * store_cost(t[0], t, size, axis_size, mobility)
+            for t in target
+        ]
+        for s in source
+    ]
+    return intern_table(np.array(rows))
+
+
+def _bind_cost(
+    kind: str,
+    source: Option,
+    delivered: Label,
+    size: float,
+    axis_size: int,
+    mobility: Mobility,
+    weight: float,
+) -> float:
+    """What it costs to bind a tensor stored as `source` to one that is bound as `delivered`."""
+    if kind == "same":
+        return 0.0 if source == (delivered,) else np.inf
+    if kind == "ys":
+        return weight * read_cost(source, slice_label(delivered), size, axis_size, mobility)
+    if kind != "xs":
+        return weight * read_cost(source, delivered, size, axis_size, mobility)
+    best = np.inf
+    for wanted in stack_labels(delivered):
+        for member in source:
+            if member.kind != "R" and wanted.kind == "R":
+                continue  # a stack is never gathered whole: its slices are, inside the loop
+            best = min(best, weight * move_cost(member, wanted, size, axis_size, mobility))
+    return best
+
+
+def slice_label(stack: Label) -> Label:
+    """The label of one slice of a stack that is made slice by slice; the leading dim is cut after it."""
+    if stack.kind != "S":
+        return stack
+    return S(stack.dim - 1) if stack.dim else R
+
+
+def stack_labels(inner: Label) -> tuple[Label, ...]:
+    """In which labels a stack can be read slice by slice so that a slice is `inner`."""
+    if inner == P("sum"):
+        return (P("sum"), S(0))  # only the owner of the slice has it
+    return (S(inner.dim + 1) if inner.kind == "S" else inner,)

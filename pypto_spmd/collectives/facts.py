@@ -1,0 +1,94 @@
+"""What inference needs to know of a graph, whatever the axis: worked out once.
+
+Models repeat the same few hundred equations thousands of times, so everything that costs time later is
+keyed by small things that repeat: rules, classes of dims, weights.
+"""
+
+from dataclasses import dataclass
+
+from pypto_spmd.collectives.classes import DimClasses, dim_classes, factor_dims
+from pypto_spmd.collectives.graph import Block, Equation, Graph
+from pypto_spmd.collectives.links import Link, links_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EquationFacts:
+    """One equation that has a rule.
+
+    Args:
+        equation: the equation.
+        block: where it stands.
+        reads: its distinct operands that are tensors, each with the positions in which it is read.
+        factor_classes: for each factor of its rule, the classes of the dims that it leads, or, if it leads
+            none, of the dims in which it stands behind others.
+    """
+
+    equation: Equation
+    block: Block
+    reads: tuple[tuple[int, tuple[int, ...]], ...]
+    factor_classes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphFacts:
+    """A graph, read once.
+
+    Args:
+        graph: the graph.
+        classes: its classes of dims.
+        dims: for each tensor the classes of its dims.
+        equations: all equations with a rule, by equation index.
+        loops: all loops with the block they stand in and their links.
+        order: all equations with their blocks, in program order.
+    """
+
+    graph: Graph
+    classes: DimClasses
+    dims: tuple[tuple[int, ...], ...]
+    equations: dict[int, EquationFacts]
+    loops: tuple[tuple[Equation, Block, tuple[Link, ...]], ...]
+    order: tuple[tuple[Equation, Block], ...]
+
+
+def read_graph(graph: Graph) -> GraphFacts:
+    """The facts of a graph."""
+    classes = dim_classes(graph)
+    dims = tuple(
+        tuple(classes.find(tensor, d) for d in range(len(aval.shape)))
+        for tensor, aval in enumerate(graph.avals)
+    )
+    order = tuple(graph.equations())
+    equations, loops = {}, []
+    for equation, block in order:
+        if equation.rule is None:
+            loops.append((equation, block, links_of(equation, block.weight)))
+            continue
+        reads: dict[int, tuple[int, ...]] = {}
+        for position, atom in enumerate(equation.inputs):
+            if isinstance(atom, int):
+                reads[atom] = (*reads.get(atom, ()), position)
+        equations[equation.index] = EquationFacts(
+            equation, block, tuple(reads.items()), _factor_classes(equation, dims)
+        )
+    return GraphFacts(graph, classes, dims, equations, tuple(loops), order)
+
+
+def _factor_classes(
+    equation: Equation, dims: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[int, ...], ...]:
+    found = []
+    for factor, nodes in enumerate(factor_dims(equation)):
+        if nodes:
+            found.append((dims[nodes[0][0]][nodes[0][1]],))
+        else:
+            found.append(tuple(_behind(equation, factor, dims)))
+    return tuple(found)
+
+
+def _behind(equation: Equation, factor: int, dims: tuple[tuple[int, ...], ...]):
+    """Classes of the dims in which a factor stands behind another."""
+    rule = equation.rule
+    for atoms, tensors in ((equation.inputs, rule.operands), (equation.outputs, rule.results)):
+        for atom, tensor in zip(atoms, tensors, strict=True):
+            if isinstance(atom, int):
+                yield from (dims[atom][d] for d, dim in enumerate(tensor) if factor in dim)

@@ -1,0 +1,384 @@
+"""A program, run: its schedule walked item by item under JAX's tracing.
+
+`shard_mapped` is the program as it is planned: every device works on its own blocks inside `shard_map`,
+and each leg is the collective that the plan says. `lower_with_constraints` walks the same schedule over
+whole arrays and tells XLA's partitioner the layouts instead.
+
+Invariant: a tensor is looked up by its number and the layout in which it is read. What is never read
+again is dropped, so that tracing holds no more than the program does.
+"""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import source_info_util
+from jax.sharding import Mesh, NamedSharding
+
+from pypto_spmd.collectives.graph import Atom, Block, Constant, Equation, Graph
+from pypto_spmd.collectives.legs import place, run_leg
+from pypto_spmd.collectives.program import BlockSchedule, Convert, Program, Run, RunLoop
+from pypto_spmd.collectives.rules.context import Context
+from pypto_spmd.errors import Fault, raise_faults, spmd_function
+from pypto_spmd.sharding.layout import Layout
+
+logger = logging.getLogger(__name__)
+
+Value = tuple[int, Layout]
+"""A tensor in one layout."""
+
+_FIRE_ONCE = ("debug_callback", "debug_print", "io_callback")
+"""Primitives that act on the world, once for a call and not once a device."""
+
+
+def lower(program: Program) -> Callable[..., tuple[Any, ...]]:
+    """The program as a function of one device's blocks, to be traced inside `shard_map`.
+
+    Args:
+        program: a planned function.
+
+    Returns:
+        A function from the flat arguments' local blocks to the results', every mesh axis being manual.
+    """
+    return _OnShards(program).run
+
+
+def shard_mapped(program: Program, jax_mesh: Mesh) -> Callable[..., tuple[Any, ...]]:
+    """The program as a function of whole arrays, each device of the mesh working on its blocks.
+
+    Args:
+        program: a planned function.
+        jax_mesh: a mesh with the program's axes.
+
+    Returns:
+        A function from the flat arguments to the flat results, to be run under `jax.jit`.
+    """
+    return jax.shard_map(
+        lower(program),
+        mesh=jax_mesh,
+        in_specs=tuple(layout.spec for layout in program.schedule.inputs),
+        out_specs=tuple(layout.spec for layout in program.schedule.outputs),
+        check_vma=False,
+    )
+
+
+def lower_with_constraints(program: Program, jax_mesh: Mesh) -> Callable[..., tuple[Any, ...]]:
+    """The serial function with the program's layouts as constraints, for XLA's partitioner.
+
+    Args:
+        program: a planned function.
+        jax_mesh: a mesh with the program's axes.
+
+    Returns:
+        A function from the flat arguments to the flat results, to be run under `jax.jit`.
+    """
+    return _OnWholes(program, jax_mesh).run
+
+
+class _Walk(ABC):
+    """The walk over a schedule; subclasses say what a layout means for the arrays."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.graph: Graph = program.graph
+        self.axis_sizes: Mapping[str, int] = program.axis_sizes
+
+    @abstractmethod
+    def place(self, value: Any, layout: Layout) -> Any:
+        """A whole value in a layout."""
+
+    @abstractmethod
+    def convert(self, item: Convert, x: Any) -> Any:
+        """One change of layout."""
+
+    @abstractmethod
+    def apply(self, item: Run, operands: list[Any]) -> Sequence[Any]:
+        """One equation that is no loop."""
+
+    @abstractmethod
+    def owners(self, layout: Layout) -> tuple[str, ...]:
+        """The axes over which the slices of a scanned stack are dealt out."""
+
+    @abstractmethod
+    def owned_slice(self, stack: Any, index: Any, owners: tuple[str, ...]) -> Any:
+        """The slice of a dealt out stack at a global index: zero where another device has it."""
+
+    def run(self, *arguments: Any) -> tuple[Any, ...]:
+        """The whole program on its flat arguments."""
+        return self.block(self.program.schedule, self.graph.block, arguments, "")
+
+    def block(
+        self, schedule: BlockSchedule, block: Block, arguments: Sequence[Any], scope: str
+    ) -> tuple[Any, ...]:
+        """Runs a block; `scope` is the name scope of the loop it stands in."""
+        environment: dict[Value, Any] = {}
+        for tensor, layout, x in zip(block.inputs, schedule.inputs, arguments, strict=True):
+            environment[tensor, layout] = x
+        for item, dead in zip(schedule.items, _deaths(schedule, block), strict=True):
+            if isinstance(item, Convert):
+                x = environment[item.tensor, item.leg.source]
+                environment[item.tensor, item.leg.target] = self.convert(item, x)
+            else:
+                operands = [
+                    self._read(environment, atom, layout)
+                    for atom, layout in zip(item.equation.inputs, item.operands, strict=True)
+                ]
+                with _context(item.equation, scope):
+                    if isinstance(item, Run):
+                        results = self.apply(item, operands)
+                    else:
+                        results = self._loop(item, operands)
+                for tensor, layout, x in zip(
+                    item.equation.outputs, item.results, results, strict=True
+                ):
+                    environment[tensor, layout] = x
+            for value in dead:
+                environment.pop(value, None)
+        return tuple(
+            self._read(environment, atom, layout)
+            for atom, layout in zip(block.outputs, schedule.outputs, strict=True)
+        )
+
+    def _read(self, environment: Mapping[Value, Any], atom: Atom, layout: Layout) -> Any:
+        if isinstance(atom, Constant):
+            return self.place(_typed(atom), layout)
+        return environment[atom, layout]
+
+    def _loop(self, item: RunLoop, operands: list[Any]) -> Sequence[Any]:
+        run = {"scan": self._scan, "while": self._while, "cond": self._cond}[item.equation.name]
+        return run(item, operands)
+
+    def _scan(self, item: RunLoop, operands: list[Any]) -> Sequence[Any]:
+        equation = item.equation
+        consts, carry, _ = equation.counts
+        first_xs = consts + carry
+        held, stacks = operands[:consts], operands[first_xs:]
+        owners = [self.owners(layout) for layout in item.operands[first_xs:]]
+        length = equation.params["length"]
+        body, schedule = equation.bodies[0], item.bodies[0]
+
+        def trip(values: tuple[Any, ...], scanned: tuple[Any, list[Any]]) -> tuple[Any, Any]:
+            index, slices = scanned[0], iter(scanned[1])
+            xs = [
+                self.owned_slice(stack, index, axes) if axes else next(slices)
+                for stack, axes in zip(stacks, owners, strict=True)
+            ]
+            results = self.block(schedule, body, (*held, *values, *xs), equation.scope)
+            return results[:carry], results[carry:]
+
+        # A stack that is dealt out cannot be scanned along: its slices are found by their index.
+        index = jnp.arange(length, dtype=np.int32) if any(owners) else None
+        scanned = [stack for stack, axes in zip(stacks, owners, strict=True) if not axes]
+        last, piles = lax.scan(
+            trip,
+            tuple(operands[consts:first_xs]),
+            (index, scanned),
+            length=length,
+            reverse=equation.params["reverse"],
+            unroll=equation.params.get("unroll", 1),
+        )
+        return (*last, *piles)
+
+    def _while(self, item: RunLoop, operands: list[Any]) -> Sequence[Any]:
+        equation = item.equation
+        cond_consts, body_consts, _ = equation.counts
+        cond_held = operands[:cond_consts]
+        body_held = operands[cond_consts : cond_consts + body_consts]
+
+        def goes_on(values: tuple[Any, ...]) -> Any:
+            arguments = (*cond_held, *values)
+            return self.block(item.bodies[0], equation.bodies[0], arguments, equation.scope)[0]
+
+        def trip(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            arguments = (*body_held, *values)
+            return self.block(item.bodies[1], equation.bodies[1], arguments, equation.scope)
+
+        return lax.while_loop(goes_on, trip, tuple(operands[cond_consts + body_consts :]))
+
+    def _cond(self, item: RunLoop, operands: list[Any]) -> Sequence[Any]:
+        equation = item.equation
+
+        def branch(schedule: BlockSchedule, body: Block) -> Callable[..., tuple[Any, ...]]:
+            return lambda *values: self.block(schedule, body, values, equation.scope)
+
+        branches = [branch(s, b) for s, b in zip(item.bodies, equation.bodies, strict=True)]
+        index, *values = operands
+        # Of two branches the false one comes first; an index out of range means the nearest branch.
+        return lax.switch(lax.convert_element_type(index, np.int32), branches, *values)
+
+
+class _OnShards(_Walk):
+    """Arrays are one device's blocks, inside `shard_map`."""
+
+    def place(self, value: Any, layout: Layout) -> Any:
+        return place(value, layout, self.axis_sizes) if layout.axes else value
+
+    def convert(self, item: Convert, x: Any) -> Any:
+        return run_leg(item.leg, x, self.axis_sizes, item.step)
+
+    def owners(self, layout: Layout) -> tuple[str, ...]:
+        return layout.dims[0]
+
+    def owned_slice(self, stack: Any, index: Any, owners: tuple[str, ...]) -> Any:
+        held = stack.shape[0]
+        mine = lax.dynamic_index_in_dim(stack, index % held, keepdims=False)
+        return lax.select(index // held == lax.axis_index(owners), mine, lax.full_like(mine, 0))
+
+    def apply(self, item: Run, operands: list[Any]) -> Sequence[Any]:
+        equation, rule = item.equation, item.equation.rule
+        assert rule is not None, equation.name
+        if equation.name == "sharding_constraint":
+            return operands
+        if equation.name in _FIRE_ONCE:
+            return self._fire_once(item, operands)
+        if rule.bind is None:
+            results = _bind(equation, operands, _without_shardings(equation.params))
+        else:
+            context = Context(
+                equation.primitive,
+                equation.params,
+                tuple(self.graph.aval(atom) for atom in equation.inputs),
+                tuple(self.graph.avals[tensor] for tensor in equation.outputs),
+                rule,
+                item.splits,
+                self.axis_sizes,
+                item.steps,
+            )
+            results = _several(rule.bind(context, *operands))
+        for tensor, layout, x in zip(equation.outputs, item.results, results, strict=True):
+            wanted = layout.local_shape(self.graph.avals[tensor].shape, self.axis_sizes)
+            assert x.shape == wanted, f"{equation.name} made {x.shape} where {wanted} was planned"
+        return results
+
+    def _fire_once(self, item: Run, operands: list[Any]) -> Sequence[Any]:
+        """Calls back from the first device of the mesh only.
+
+        JAX has no order of effects over several devices, so calls that ask for one come unordered.
+        """
+        equation = item.equation
+        if equation.outputs:
+            raise_faults(spmd_function(self.program.plan.function), [_returning_callback(equation)])
+        params = dict(equation.params)
+        if params.get("ordered") or "Ordered" in str(params.get("effect", "")):
+            logger.warning(
+                "%s at %s asks for ordered=True, which JAX does not have on several devices: "
+                "calls come in any order",
+                equation.name,
+                equation.source,
+            )
+        params.pop("ordered", None)
+
+        def fire(*values: Any) -> None:
+            if equation.name == "debug_callback":
+                jax.debug.callback(params["callback"], *values)
+            else:
+                equation.primitive.bind(*values, **params, ordered=False)
+
+        first = lax.axis_index(tuple(self.axis_sizes)) == 0
+        lax.cond(first, fire, lambda *values: None, *operands)
+        return ()
+
+
+class _OnWholes(_Walk):
+    """Arrays are whole, and layouts are constraints; a partial one says nothing to XLA."""
+
+    def __init__(self, program: Program, jax_mesh: Mesh) -> None:
+        super().__init__(program)
+        self.jax_mesh = jax_mesh
+
+    def place(self, value: Any, layout: Layout) -> Any:
+        return value
+
+    def convert(self, item: Convert, x: Any) -> Any:
+        return self._constrained(x, item.leg.target)
+
+    def owners(self, layout: Layout) -> tuple[str, ...]:
+        return ()
+
+    def owned_slice(self, stack: Any, index: Any, owners: tuple[str, ...]) -> Any:
+        raise AssertionError("whole stacks are scanned along")
+
+    def apply(self, item: Run, operands: list[Any]) -> Sequence[Any]:
+        equation = item.equation
+        if equation.name == "sharding_constraint":
+            results: Sequence[Any] = operands
+        else:
+            results = _bind(equation, operands, equation.params)
+        return [self._constrained(x, y) for x, y in zip(results, item.results, strict=True)]
+
+    def _constrained(self, x: Any, layout: Layout) -> Any:
+        if layout.partial:
+            return x
+        return lax.with_sharding_constraint(x, NamedSharding(self.jax_mesh, layout.spec))
+
+
+def _deaths(schedule: BlockSchedule, block: Block) -> list[list[Value]]:
+    """For each item of a schedule, the values that nothing after it reads."""
+    alive: set[Value] = {
+        (atom, layout)
+        for atom, layout in zip(block.outputs, schedule.outputs, strict=True)
+        if isinstance(atom, int)
+    }
+    dead: list[list[Value]] = []
+    for item in reversed(schedule.items):
+        if isinstance(item, Convert):
+            read, made = [(item.tensor, item.leg.source)], [(item.tensor, item.leg.target)]
+        else:
+            pairs = zip(item.equation.inputs, item.operands, strict=True)
+            read = [(atom, layout) for atom, layout in pairs if isinstance(atom, int)]
+            made = list(zip(item.equation.outputs, item.results, strict=True))
+        last = [value for value in (*read, *made) if value not in alive]
+        dead.append(last)
+        alive.update(read)
+    return dead[::-1]
+
+
+def _bind(equation: Equation, operands: list[Any], params: Mapping[str, Any]) -> Sequence[Any]:
+    bound = equation.primitive.get_bind_params(dict(params))
+    return _several(equation.primitive.bind(*operands, **bound))
+
+
+def _several(results: Any) -> Sequence[Any]:
+    return results if isinstance(results, list | tuple) else (results,)
+
+
+def _without_shardings(params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Params without the shardings of whole arrays, which blocks do not have."""
+    named = [k for k in ("sharding", "out_sharding") if params.get(k) is not None]
+    return {**params, **dict.fromkeys(named)} if named else params
+
+
+def _typed(constant: Constant) -> Any:
+    """The constant's value with the dtype it was traced with: a Python number has none of its own."""
+    dtype = constant.aval.dtype
+    if isinstance(constant.value, jax.Array) or not isinstance(dtype, np.dtype):
+        return constant.value
+    return np.asarray(constant.value, dtype)
+
+
+def _context(equation: Equation, outer: str) -> AbstractContextManager[Any]:
+    """Has what is traced inside stand where the user wrote the equation, in their name scope."""
+    info = equation.source.info
+    inner = equation.scope
+    if outer and (inner == outer or inner.startswith(outer + "/")):
+        inner = inner[len(outer) + 1 :]
+    names = source_info_util.current_name_stack()
+    return source_info_util.user_context(
+        None if info is None else info.traceback,
+        name_stack=names + source_info_util.new_name_stack(inner) if inner else names,
+    )
+
+
+def _returning_callback(equation: Equation) -> Fault:
+    place = f" at {equation.source}" if str(equation.source) else ""
+    return Fault(
+        f"{equation.name}{place} returns a value from a callback with effects.",
+        "It is to run once, on one device, and its value is to be on all of them.",
+        "use jax.pure_callback, which may run on every device, or pass the value in as an argument.",
+    )
