@@ -69,8 +69,9 @@ class Factor:
         reduce: reduction that results lacking this factor are waiting for when it is split ("" if none).
         partial_operands: operands that lack the factor and must be partial, not replicated, when it is
             split (the accumulator of a scatter-add, of which only one device may count).
-        exchanges: collectives the primitive runs itself when the factor is split. With exchanges and no
-            `reduce`, a result that lacks the factor comes out whole.
+        exchanges: collectives the primitive runs itself when the factor is split, or a function that gives
+            them for a number of shards; read them by `exchanges_for`. With exchanges and no `reduce`, a
+            result that lacks the factor comes out whole.
         min_local: least size on one device (a halo must fit in the neighbour's block).
         splittable: whether it may be split at all.
     """
@@ -79,9 +80,13 @@ class Factor:
     size: int
     reduce: str = ""
     partial_operands: tuple[int, ...] = ()
-    exchanges: tuple[Exchange, ...] = ()
+    exchanges: tuple[Exchange, ...] | Callable[[int], tuple[Exchange, ...]] = ()
     min_local: int = 1
     splittable: bool = True
+
+    def exchanges_for(self, shards: int) -> tuple[Exchange, ...]:
+        """The collectives that the primitive runs itself when the factor is cut into `shards` pieces."""
+        return self.exchanges(shards) if callable(self.exchanges) else self.exchanges
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +256,7 @@ def factor_rule(
     reduce: Mapping[str, str] | None = None,
     linear: Sequence[Linear] = (),
     whole: Sequence[str] = (),
-    exchanges: Mapping[str, Sequence[Exchange]] | None = None,
+    exchanges: Mapping[str, Sequence[Exchange] | Callable[[int], tuple[Exchange, ...]]] | None = None,
     partial_operands: Mapping[str, Sequence[int]] | None = None,
     min_local: Mapping[str, int] | None = None,
     bind: Bind | None = None,
@@ -267,7 +272,7 @@ def factor_rule(
         reduce: factor name -> reduction of the results that lack it.
         linear: groups of operands in which the primitive is linear.
         whole: names of factors that must not be split.
-        exchanges: factor name -> collectives run by the primitive itself.
+        exchanges: factor name -> collectives run by the primitive itself, see `Factor`.
         partial_operands: factor name -> operands that must be partial when it is split.
         min_local: factor name -> least local size.
         bind: see `Rule`.
@@ -300,7 +305,7 @@ def factor_rule(
             known[name],
             reduce=(reduce or {}).get(name, ""),
             partial_operands=tuple((partial_operands or {}).get(name, ())),
-            exchanges=tuple((exchanges or {}).get(name, ())),
+            exchanges=made if callable(made := (exchanges or {}).get(name, ())) else tuple(made),
             min_local=(min_local or {}).get(name, 1),
             splittable=name not in whole,
         )
