@@ -41,9 +41,9 @@ def _lower(ctx: Any, x: Any, *, axes: tuple[str, ...]) -> list[Any]:
     reduce = stablehlo.AllReduceOp(
         [x.type],
         [x],
-        replica_groups=ir.DenseIntElementsAttr.get(groups),
+        replica_groups=mlir.dense_int_elements(groups),
         channel_handle=stablehlo.ChannelHandle.get(1, mlir.DEVICE_TO_DEVICE_TYPE),
-        use_global_device_ids=ir.BoolAttr.get(True),
+        use_global_device_ids=True,
     )
     scalar = ir.RankedTensorType.get([], ir.RankedTensorType(x.type).element_type)
     block = reduce.regions[0].blocks.append(scalar, scalar)
