@@ -2,26 +2,25 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
 from pypto_spmd.testing.rule_truth import check_rule
 
 
-def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
+def sds(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def i32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def boolean(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.bool_)
+f32 = partial(sds, jnp.float32)
+i32 = partial(sds, jnp.int32)
+boolean = partial(sds, jnp.bool_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +71,111 @@ REDUCTION = [
     case("sum of integers", lambda a: a.sum(), i32(8, 4)),
 ]
 
-CASES = [*ELEMENTWISE, *CONTRACTION, *REDUCTION]
+TOKENS = np.array([[7, 0, 12], [15, 3, 3], [8, 11, 4], [1, 14, 9]], np.int32)
+STRAY = np.array([[-3, 0], [17, 5], [6, 15], [16, -1]], np.int32)
+"""Indices of which some are out of bounds of 16."""
+
+ROWS = np.array([3, 3, 1, 0, 3, 2, 5, 7], np.int32)
+
+GATHER = [
+    case("embedding", lambda t, i: t[i], f32(16, 8), TOKENS),
+    case("embedding in bfloat16", lambda t, i: t[i], sds(jnp.bfloat16, 16, 8), TOKENS),
+    *(
+        case(f"take, {mode}", lambda t, i, mode=mode: t.at[i].get(mode=mode), f32(16, 8), STRAY)
+        for mode in ("clip", "fill")
+    ),
+    case("take, fill 7", lambda t, i: t.at[i].get(mode="fill", fill_value=7), f32(16, 8), STRAY),
+    case("take, fill 0", lambda t, i: t.at[i].get(mode="fill", fill_value=0), f32(16, 8), STRAY),
+    case("take of integers", lambda t, i: t.at[i].get(mode="fill"), i32(16, 8), STRAY),
+    case("take of bools", lambda t, i: t.at[i].get(mode="fill"), boolean(16, 8), STRAY),
+    case(
+        "take, unsigned", lambda t, i: t.at[i].get(mode="clip"), f32(16, 8), STRAY.astype(np.uint8)
+    ),
+    case(
+        "take along axis",
+        lambda t, i: jnp.take_along_axis(t, i, 1),
+        f32(8, 16),
+        TOKENS.repeat(2, 0),
+    ),
+    case(
+        "labels' logits",
+        lambda t, i: jnp.take_along_axis(t, i[..., None], -1),
+        f32(4, 3, 16),
+        TOKENS,
+    ),
+    case("one row", lambda t: t[3], f32(16, 8)),
+    case("one column", lambda t, i: t[:, i], f32(4, 16), jnp.int32(9)),
+    case("columns", lambda t, i: t[:, i], f32(4, 16), TOKENS),
+    case("two indices", lambda t, i, j: t[i, j], f32(8, 16), ROWS, ROWS[::-1].copy()),
+    case("two indices, clip", lambda t, i: t.at[i[0], i[1]].get(mode="clip"), f32(8, 16), STRAY),
+    case("two indices, fill", lambda t, i: t.at[i[0], i[1]].get(mode="fill"), f32(8, 16), STRAY),
+    case("two dims apart", lambda t, i, j: t[i, :, j], f32(8, 4, 16), ROWS, ROWS),
+    case(
+        "keys",
+        lambda t, i: jax.random.split(t, 16)[i],
+        jax.random.key(0),
+        ROWS,
+        primitives="gather",
+    ),
+    case(
+        "window of rows",
+        lambda t, i: lax.gather(
+            t, i, lax.GatherDimensionNumbers((1, 2), (), (0, 1)), (3, 8), mode="clip"
+        ),
+        f32(16, 8),
+        STRAY,
+    ),
+    case("batched by vmap", jax.vmap(lambda t, i: t[i]), f32(4, 16, 8), TOKENS),
+]
+SCATTER = [
+    *(
+        case(
+            f"scatter {name}, {mode}",
+            lambda t, i, u, name=name, mode=mode: getattr(t.at[i], name)(u, mode=mode),
+            f32(16, 8),
+            STRAY,
+            f32(4, 2, 8),
+        )
+        for name in ("add", "subtract", "mul", "min", "max")
+        for mode in ("clip", "drop")
+    ),
+    case("set", lambda t, i, u: t.at[i].set(u), f32(16, 8), np.array([3, 17, 12, 0]), f32(4, 8)),
+    case("apply", lambda t, i: t.at[i].apply(jnp.sin), f32(16, 8), np.array([3, 3, 12, -20])),
+    case("max of bools", lambda t, i, u: t.at[i].max(u), boolean(16, 8), STRAY, boolean(4, 2, 8)),
+    case("gradient of embedding", jax.grad(lambda t, i: (t[i] ** 2).sum()), f32(16, 8), TOKENS),
+    case(
+        "gradient of labels' logits",
+        jax.grad(lambda t, i: jnp.take_along_axis(t, i[..., None], -1).sum()),
+        f32(4, 3, 16),
+        TOKENS,
+    ),
+    case("segment sum", lambda d, i: jax.ops.segment_sum(d, i, 8), f32(8, 4), ROWS),
+    case("columns add", lambda t, i, u: t.at[:, i].add(u), f32(4, 16), ROWS, f32(4, 8)),
+    case("points add", lambda t, i, j, u: t.at[i, j].add(u), f32(8, 16), ROWS, ROWS, f32(8)),
+    case("one element", lambda t: t.at[2, 3].set(1.0), f32(8, 16)),
+    case(
+        "batched by vmap, add",
+        jax.vmap(lambda t, i, u: t.at[i].add(u)),
+        f32(4, 16),
+        TOKENS,
+        f32(4, 3),
+    ),
+]
+
+CASES = [*ELEMENTWISE, *CONTRACTION, *REDUCTION, *GATHER, *SCATTER]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_legal_labellings_are_right(case: Case):
-    report = check_rule(case.function, *case.args, primitives=case.primitives)
+    report = check_rule(case.function, *case.args, primitives=case.primitives, most_nested=6)
     assert report.checked
+    assert not report.wrong, str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_all_combinations_are_right(case: Case):
+    report = check_rule(case.function, *case.args, primitives=case.primitives)
     assert not report.wrong, str(report)
 
 
