@@ -169,16 +169,17 @@ class AxisProblem:
             held = Mobility(gather=hold)
             state_only = self._state_only()
             return [held if t in state_only else FREE for t in range(len(dims))]
+        experts = self.state & self.facts.batched
         made: dict[tuple[tuple[bool, bool], ...], Mobility] = {}
         found = []
         for classes in dims:
-            kinds = tuple((c in self.data, c in self.state) for c in classes)
+            kinds = tuple((c in self.data, c in experts) for c in classes)
             if kinds not in made:
                 pairs = tuple(
                     (i, j)
-                    for i, (data, state) in enumerate(kinds)
-                    for j, (other_data, other_state) in enumerate(kinds)
-                    if (data and other_state) or (state and other_data)
+                    for i, (data, expert) in enumerate(kinds)
+                    for j, (other_data, other_expert) in enumerate(kinds)
+                    if (data and other_expert) or (expert and other_data)
                 )
                 is_data = any(data for data, _ in kinds)
                 made[kinds] = Mobility(hold, hold, pairs) if is_data else FREE
@@ -592,7 +593,9 @@ def _equation_tables(
             * sum(
                 wire_bytes(e.kind, e.full_elements(after, axis_size) * e.itemsize, axis_size)
                 + COLLECTIVE_COST
-                for e in rule.factors[choice.factor].exchanges
+                for e in rule.factors[choice.factor].exchanges_for(
+                    rule.factors[choice.factor].size // after[choice.factor]
+                )
             )
         )
     return _unary(tuple(costs)), tuple(read_tables), tuple(store_tables)

@@ -40,6 +40,8 @@ class GraphFacts:
         equations: all equations with a rule, by equation index.
         loops: all loops with the block they stand in and their links.
         order: all equations with their blocks, in program order.
+        batched: classes of the dims over which matrix work is batched: with weights of their own for each
+            index, what experts are.
     """
 
     graph: Graph
@@ -48,6 +50,7 @@ class GraphFacts:
     equations: dict[int, EquationFacts]
     loops: tuple[tuple[Equation, Block, tuple[Link, ...]], ...]
     order: tuple[tuple[Equation, Block], ...]
+    batched: frozenset[int]
 
 
 def read_graph(graph: Graph) -> GraphFacts:
@@ -70,7 +73,17 @@ def read_graph(graph: Graph) -> GraphFacts:
         equations[equation.index] = EquationFacts(
             equation, block, tuple(reads.items()), _factor_classes(equation, dims)
         )
-    return GraphFacts(graph, classes, dims, equations, tuple(loops), order)
+    batched = frozenset(c for known in equations.values() for c in _batch_classes(known))
+    return GraphFacts(graph, classes, dims, equations, tuple(loops), order, batched)
+
+
+def _batch_classes(known: EquationFacts):
+    rule = known.equation.rule
+    if rule.works:
+        for factor, classes in enumerate(known.factor_classes):
+            tensors = (*rule.operands, *rule.results)
+            if all(any(factor in dim for dim in dims) for dims in tensors):
+                yield from classes
 
 
 def _factor_classes(
