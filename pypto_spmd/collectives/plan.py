@@ -38,7 +38,7 @@ class CommStep:
         tensor: what is moved: the path of an argument, or a description.
         source: `file.py:line` in the user's code.
         reason: why, in words.
-        elements: elements of the tensor that is whole over the group.
+        elements: elements, on one device, of the larger of what goes in and what comes out.
         dtype: its dtype.
         tensors: how many tensors travel together.
     """

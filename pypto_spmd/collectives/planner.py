@@ -166,7 +166,9 @@ class _Numbering:
         splits = self.layouts.splits(equation)
         steps: dict[tuple[int, int], int] = {}
         for factor, axes in splits.items():
-            for index, exchange in enumerate(equation.rule.factors[factor].exchanges):
+            for index, exchange in enumerate(
+                equation.rule.factors[factor].exchanges_for(prod(self.axis_sizes[a] for a in axes))
+            ):
                 local = [
                     f.size // prod(self.axis_sizes[a] for a in splits.get(i, ()))
                     for i, f in enumerate(equation.rule.factors)
@@ -216,10 +218,14 @@ class _Numbering:
     ) -> int:  # fmt: skip
         group = prod(self.axis_sizes[a] for a in axes)
         sent = wire_bytes(kind, full * itemsize, group)
+        # The instruction of an AllToAll shows what one device holds.
+        elements = int(np.ceil(full / group if kind == "all_to_all" else full))
+        # Of an AllToAll no device ever holds more than its share.
+        held = full / group if kind == "all_to_all" else full
         self.steps.append(
             CommStep(
                 len(self.steps), kind, axes, full * itemsize, sent, seconds(kind, sent, axes, self.mesh),
-                repeat, op, tensor, source, reason, int(np.ceil(full)), dtype, tensors,
+                repeat, op, tensor, source, reason, int(np.ceil(held)), dtype, tensors,
             )
         )  # fmt: skip
         return len(self.steps) - 1
