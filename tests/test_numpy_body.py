@@ -477,7 +477,7 @@ ERRORS = {
     ),
     no_twin: (
         "NumPy's 'real_if_close' is used",
-        "There is no 'real_if_close' in jax.numpy, which this code is traced with.",
+        "There is no 'real_if_close' in JAX, which this code is traced with.",
         "write it with other functions of NumPy, or call it outside of the function.",
     ),
     memory_attribute: (

@@ -20,6 +20,8 @@ import numpy as np
 _JAX_LIBRARIES = frozenset(
     {"jax", "jaxlib", "flax", "optax", "haiku", "equinox", "chex", "distrax", "jraph", "penzai"}
 )
+# SciPy is written in NumPy, and JAX has twins of many of its functions.
+NUMPY_LIBRARIES = frozenset({"numpy", "scipy"})
 _INSTALLED = tuple(
     {
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -87,7 +89,7 @@ def library_of(value: Any) -> str | None:
         roots.add(_root(getattr(value, "__module__", None)))
     if roots & _JAX_LIBRARIES:
         return "jax"
-    return "numpy" if "numpy" in roots else None
+    return "numpy" if roots & NUMPY_LIBRARIES else None
 
 
 def _root(module: Any) -> str:
@@ -198,7 +200,7 @@ def references(fn: FunctionType) -> Iterator[tuple[str, Any]]:
     for default in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
         yield "default", default
     for name in sorted(imported_modules(fn)):
-        if name in sys.modules or _root(name) in ("numpy", "jax"):
+        if name in sys.modules:
             yield name, sys.modules[name]
 
 

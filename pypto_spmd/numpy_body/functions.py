@@ -5,7 +5,11 @@ that NumPy would compute in, which JAX then keeps, and the function of that name
 """
 
 import functools
+import importlib
+import inspect
+import itertools
 import operator
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from types import ModuleType
@@ -64,6 +68,9 @@ _COUNTS = _functions(
     " count_nonzero",
 )
 
+# So are the counts that are their first result, unless they are weighted.
+_HISTOGRAMS = _functions(np, "histogram histogram2d histogramdd")
+
 # Where the operands lie that are cast to one dtype; None stands for all.
 _PROMOTED: dict[Callable, Sequence[int] | None] = {
     **dict.fromkeys(
@@ -98,7 +105,7 @@ _LISTS = _functions(
 )
 
 # Python numbers among these operands take the dtype of the others.
-_WEAK = frozenset({np.where, np.clip, np.select})
+_WEAK = _functions(np, "where clip select linspace logspace geomspace")
 
 # NumPy returns views of the first argument.
 _VIEWS = _functions(
@@ -110,6 +117,9 @@ _VIEWS = _functions(
 
 # They change their first argument; their twins return it changed.
 _IN_PLACE = _functions(np, "fill_diagonal put put_along_axis")
+
+# Names of operands that may be given by keyword.
+_OPERAND_NAMES = frozenset({"a", "b", "x", "y", "m", "p", "v", "arr", "ary", "array", "x1", "x2"})
 
 # Keywords about memory, of which traced arrays have none.
 _MEMORY_KEYWORDS = frozenset({"subok", "like", "casting", "device"})
@@ -127,8 +137,11 @@ _ACCUMULATIONS = {np.add: np.cumsum, np.multiply: np.cumprod}
 
 @functools.cache
 def _twins() -> dict[Callable, Callable]:
-    """The function in `jax.numpy` for each in NumPy."""
-    pairs = ((np, jnp), (np.linalg, jnp.linalg), (np.fft, jnp.fft))
+    """The function of JAX for each in NumPy, and in what is imported of SciPy."""
+    pairs = [(np, jnp), (np.linalg, jnp.linalg), (np.fft, jnp.fft)]
+    for name in ("special", "linalg", "fft", "signal", "ndimage"):
+        if real := sys.modules.get(f"scipy.{name}"):
+            pairs.append((real, importlib.import_module(f"jax.scipy.{name}")))
     twins = {
         getattr(real, name): getattr(traced, name)
         for real, traced in pairs
@@ -141,14 +154,17 @@ def _twins() -> dict[Callable, Callable]:
     return twins | {np.ascontiguousarray: jnp.asarray, np.asfortranarray: jnp.asarray}
 
 
+def _name(function: Callable) -> str:
+    return getattr(function, "__name__", repr(function))
+
+
 def _twin(function: Callable) -> Callable:
     twin = _twins().get(function)
     if twin is None:
-        name = getattr(function, "__name__", repr(function))
         refuse(
-            f"NumPy's '{name}' is used",
+            f"NumPy's '{_name(function)}' is used",
             "write it with other functions of NumPy, or call it outside of the function.",
-            f"There is no '{name}' in jax.numpy, which this code is traced with.",
+            f"There is no '{_name(function)}' in JAX, which this code is traced with.",
         )
     return twin
 
@@ -360,8 +376,14 @@ def call_function(function: Callable, args: tuple[Any, ...], kwargs: dict[str, A
         return special(*args, **kwargs)
     if isinstance(function, np.ufunc):
         return call_ufunc(function, "__call__", args, kwargs)
+    return _call(function, args, kwargs)
+
+
+def _call(function: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of NumPy that has no code of its own here."""
     keywords = {name: each for name, each in kwargs.items() if name not in _MEMORY_KEYWORDS}
     target = keywords.pop("out", None)
+    args += _operands_by_keyword(function, args, keywords)
     base = args[0] if args and function in _VIEWS and isinstance(args[0], NumpyArray) else None
     if base is not None:
         base.shareable_value()
@@ -375,6 +397,17 @@ def call_function(function: Callable, args: tuple[Any, ...], kwargs: dict[str, A
     if function in _IN_PLACE:
         return args[0].write_all(result) if result is not None else None
     return _into(target, stand_in(result, base), True)
+
+
+def _operands_by_keyword(
+    function: Callable, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Take the operands out of the keywords, in the order of the function's signature."""
+    if not _OPERAND_NAMES & keywords.keys():
+        return ()
+    names = list(inspect.signature(function).parameters)[len(args) :]
+    found = itertools.takewhile(lambda name: name in keywords and name in _OPERAND_NAMES, names)
+    return tuple(keywords.pop(name) for name in list(found))
 
 
 def _shares_memory(result: Any, value: Any) -> bool:
@@ -393,26 +426,39 @@ def _run_twin(function: Callable, args: Sequence[Any], keywords: dict[str, Any])
         common = _common(groups, weak=function in _WEAK)
         for i, group in zip(chosen, common, strict=True):
             operands[i] = group
+    elif function is np.diff:
+        ends = {name: keywords[name] for name in ("prepend", "append") if name in keywords}
+        operands[0], ends = _common((args[0], ends), weak=False)
+        keywords = {**keywords, **ends}
     elif function in _LISTS:
         operands = [plain_value(each) for each in args]
         keywords = {
             name: plain_value(each) if isinstance(each, list) else each
             for name, each in keywords.items()
         }
-    elif args and isinstance(args[0], list):
+    elif args and isinstance(args[0], list | tuple) and is_traced(args[0]):
         operands[0] = plain_value(args[0])
     for i in positions:
-        if function in _INEXACT or function in _DOUBLE or (i == 0 and function in _SUMS):
+        widens = function in _INEXACT or function in _DOUBLE or _is_scipys(function)
+        if widens or (i == 0 and function in _SUMS):
             if function in _SUMS and keywords.get("dtype") is not None:
                 continue
             operands[i] = jax.tree.map(functools.partial(_widened, function), operands[i])
-    adapted = [_adapted(each) if _is_user_function(each) else each for each in operands]
+    adapted = jax.tree.map(
+        lambda each: _adapted(each) if _is_user_function(each) else each, operands
+    )
     if function in _IN_PLACE:
         keywords = {**keywords, "inplace": False}
     result = _call_twin(function, adapted, keywords)
+    if function in _HISTOGRAMS and not {"weights", "density"} & keywords.keys():
+        result = (result[0].astype(np.int64), *result[1:])
     if function in _COUNTS:
         result = jax.tree.map(lambda count: count.astype(np.int64), result)
     return result
+
+
+def _is_scipys(function: Callable) -> bool:
+    return getattr(function, "__module__", "").startswith("scipy.")
 
 
 def _listed(operand: Any) -> Any:
@@ -428,6 +474,8 @@ def _listed(operand: Any) -> Any:
 def _common(tree: Any, *, weak: bool) -> Any:
     """Cast all operands to NumPy's common dtype."""
     leaves = jax.tree.leaves(tree)
+    if not leaves:
+        return tree
     kinds = [_kind(leaf) if weak else _strong_kind(leaf) for leaf in leaves]
     dtype = np.result_type(*(kind(0) if isinstance(kind, type) else kind for kind in kinds))
     return jax.tree.map(lambda leaf: _cast(leaf, dtype), tree)
@@ -467,7 +515,7 @@ def _adapted(function: Callable) -> Callable:
 
 def _call_twin(function: Callable, operands: Sequence[Any], keywords: dict[str, Any]) -> Any:
     twin = _twin(function)
-    name = function.__name__
+    name = _name(function)
     values = jax.tree.map(as_jax_value, operands)
     try:
         return twin(*values, **keywords)
@@ -479,9 +527,9 @@ def _call_twin(function: Callable, operands: Sequence[Any], keywords: dict[str, 
         )
     except NotImplementedError as error:
         refuse(
-            f"NumPy's '{name}' is used in a way that jax.numpy has no code for",
+            f"NumPy's '{name}' is used in a way that JAX has no code for",
             "write it with other functions of NumPy, or call it outside of the function.",
-            f"jax.numpy says: {error}",
+            f"JAX says: {error}",
         )
 
 
@@ -562,7 +610,15 @@ def _size(array: Any, axis: int | None = None) -> int:
     return int(np.prod(shape, dtype=np.int64)) if axis is None else shape[axis]
 
 
+def _clip(
+    array: Any, a_min: Any = None, a_max: Any = None, *, min: Any = None, max: Any = None, **kw: Any
+) -> Any:
+    low, high = (a_min if min is None else min), (a_max if max is None else max)
+    return _call(np.clip, (array, low, high), kw)
+
+
 _SPECIAL: dict[Callable, Callable] = {
+    np.clip: _clip,
     np.zeros: lambda shape, dtype=float, **_: _filled(_shape_of(shape), 0, dtype),
     np.empty: lambda shape, dtype=float, **_: _filled(_shape_of(shape), 0, dtype),
     np.ones: lambda shape, dtype=None, **_: _filled(_shape_of(shape), 1, dtype or float),

@@ -83,6 +83,10 @@ def _argument(leaf: Any) -> Any:
     return NumpyArray(leaf, is_argument=True)
 
 
+def _is_numpys(module: str) -> bool:
+    return module.split(".")[0] in evidence.NUMPY_LIBRARIES
+
+
 class _Replacements:
     """What stands in the copy of the code for what it refers to; each function is copied once."""
 
@@ -92,7 +96,7 @@ class _Replacements:
     def of(self, value: Any) -> Any:
         """What replaces a value; itself if nothing need."""
         if isinstance(value, ModuleType):
-            if value.__name__.split(".")[0] == "numpy":
+            if _is_numpys(value.__name__):
                 return _NumpyModule(value, self)
             return _UsersModule(value, self) if evidence.is_users_module(value) else value
         if isinstance(value, np.ndarray | jax.Array):
@@ -147,7 +151,7 @@ class _Replacements:
             contents = evidence.cell_contents(original)
             if contents is not None:
                 cell.cell_contents = self.of(contents)
-        if any(name.split(".")[0] == "numpy" for name in evidence.imported_modules(fn)):
+        if any(_is_numpys(name) for name in evidence.imported_modules(fn)):
             names["__builtins__"] = {**vars(builtins), "__import__": self._import}
         return copy
 
