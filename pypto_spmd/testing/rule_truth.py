@@ -354,7 +354,8 @@ def _run_case(
         operands.append(value)
     context = Context(
         application.primitive, application.params, application.ins, application.outs,
-        application.rule, dict(case.splits), axis_sizes, _steps(application.rule, _shards(case.splits, axis_sizes)),
+        application.rule, dict(case.splits), axis_sizes,
+        _steps(application.rule, _shards(case.splits, axis_sizes)),
     )  # fmt: skip
     run = application.rule.bind or (lambda ctx, *local: ctx.bind(*local))
     results = run(context, *operands)
@@ -383,7 +384,9 @@ def _shards(
 
 def _steps(rule: Rule, shards: Mapping[int, int]) -> dict[tuple[int, int], int]:
     """A number for each exchange of the split factors of a rule."""
-    pairs = [(f, e) for f, n in shards.items() for e in range(len(rule.factors[f].exchanges_for(n)))]
+    pairs = [
+        (f, e) for f, n in shards.items() for e in range(len(rule.factors[f].exchanges_for(n)))
+    ]
     return {pair: number for number, pair in enumerate(pairs)}
 
 

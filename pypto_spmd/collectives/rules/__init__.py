@@ -2,6 +2,8 @@
 
 from pypto_spmd.collectives.rules import (  # noqa: F401  (importing a family registers its rules)
     contraction,
+    convolution,
+    dynamic,
     elementwise,
     indexing,
     random,

@@ -43,6 +43,8 @@ class Exchange:
         per_shard: whether each of the n devices contributes that many (the whole is n times larger).
         what: what is exchanged, in words, for the plan ("block totals", "the halo of 2 rows").
         reduce_op: reduction of an AllReduce or ReduceScatter.
+        count: where the number of elements is no such product, a function that gives it from the local
+            sizes of all factors (the halos of two dims meet in a corner).
     """
 
     kind: str
@@ -52,9 +54,12 @@ class Exchange:
     per_shard: bool = False
     what: str = ""
     reduce_op: str = ""
+    count: Callable[[Sequence[int]], float] | None = None
 
     def full_elements(self, local_sizes: Sequence[int], group: int) -> float:
         """Elements of the whole tensor, when `group` devices take part."""
+        if self.count is not None:
+            return self.count(local_sizes)
         count = self.elements * prod(local_sizes[f] for f in self.factors)
         return count * group if self.per_shard else count
 
@@ -242,7 +247,9 @@ def _parse(notation: str) -> tuple[tuple[tuple[tuple[str, ...], ...], ...], ...]
         return tuple(dims)
 
     def side(text: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
-        return tuple(tensor(t) for t in text.split(",")) if text.strip(" ,") or "," in text else ((),)
+        return (
+            tuple(tensor(t) for t in text.split(",")) if text.strip(" ,") or "," in text else ((),)
+        )
 
     return side(sides[0]), side(sides[1])
 
@@ -256,7 +263,8 @@ def factor_rule(
     reduce: Mapping[str, str] | None = None,
     linear: Sequence[Linear] = (),
     whole: Sequence[str] = (),
-    exchanges: Mapping[str, Sequence[Exchange] | Callable[[int], tuple[Exchange, ...]]] | None = None,
+    exchanges: Mapping[str, Sequence[Exchange] | Callable[[int], tuple[Exchange, ...]]]
+    | None = None,
     partial_operands: Mapping[str, Sequence[int]] | None = None,
     min_local: Mapping[str, int] | None = None,
     bind: Bind | None = None,
@@ -318,7 +326,9 @@ def factor_rule(
     return Rule(dims_of(left), dims_of(right), factors, tuple(linear), bind, works)
 
 
-def whole_rule(ins: Sequence[tuple[int, ...]], outs: Sequence[tuple[int, ...]], reason: str) -> Rule:
+def whole_rule(
+    ins: Sequence[tuple[int, ...]], outs: Sequence[tuple[int, ...]], reason: str
+) -> Rule:
     """The rule of a primitive that runs on whole operands, and why."""
     return Rule(
         tuple(((),) * len(s) for s in ins), tuple(((),) * len(s) for s in outs), reason=reason

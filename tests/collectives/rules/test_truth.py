@@ -1,7 +1,7 @@
 """Every rule against the truth: one table of functions, whose equations are all checked."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,11 @@ class Case:
 
 def case(name: str, function: Callable[..., Any], *args: Any, primitives: str = "") -> Case:
     return Case(name, function, args, tuple(primitives.split()))
+
+
+def only(primitives: str, *cases: Case) -> list[Case]:
+    """The cases, in which only these primitives are checked."""
+    return [replace(case, primitives=tuple(primitives.split())) for case in cases]
 
 
 ELEMENTWISE = [
@@ -77,7 +82,8 @@ STRAY = np.array([[-3, 0], [17, 5], [6, 15], [16, -1]], np.int32)
 
 ROWS = np.array([3, 3, 1, 0, 3, 2, 5, 7], np.int32)
 
-GATHER = [
+GATHER = only(
+    "gather",
     case("embedding", lambda t, i: t[i], f32(16, 8), TOKENS),
     case("embedding in bfloat16", lambda t, i: t[i], sds(jnp.bfloat16, 16, 8), TOKENS),
     *(
@@ -126,8 +132,9 @@ GATHER = [
         STRAY,
     ),
     case("batched by vmap", jax.vmap(lambda t, i: t[i]), f32(4, 16, 8), TOKENS),
-]
-SCATTER = [
+)
+SCATTER = only(
+    "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max",
     *(
         case(
             f"scatter {name}, {mode}",
@@ -160,9 +167,69 @@ SCATTER = [
         TOKENS,
         f32(4, 3),
     ),
-]
+)
 
-CASES = [*ELEMENTWISE, *CONTRACTION, *REDUCTION, *GATHER, *SCATTER]
+
+def conv(
+    strides: int | tuple[int, ...] = 1, padding: Any = "SAME", dims: int = 1, **more: Any
+) -> Callable[..., Any]:
+    """A convolution of `dims` spatial dims, channels first."""
+    strides = (strides,) * dims if isinstance(strides, int) else strides
+    return lambda x, w: lax.conv_general_dilated(x, w, strides, padding, **more)
+
+
+def gradients(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Both gradients of a function of two arrays, at a whole cotangent."""
+    return lambda x, w, g: jax.vjp(function, x, w)[1](g)
+
+
+NHWC = ("NHWC", "HWIO", "NHWC")
+CONVOLUTION = only(
+    "conv_general_dilated",
+    case("conv", conv(), f32(4, 6, 16), f32(8, 6, 3)),
+    case(
+        "conv, channels last",
+        conv(dims=2, dimension_numbers=NHWC),
+        f32(2, 8, 4, 4),
+        f32(3, 3, 4, 8),
+    ),
+    case("conv, valid", conv(padding="VALID"), f32(2, 2, 10), f32(4, 2, 3)),
+    case("conv, padded lopsidedly", conv(padding=((3, 1),)), f32(2, 2, 16), f32(2, 2, 5)),
+    case("conv, cropped", conv(padding=((-4, 4),)), f32(2, 2, 16), f32(2, 2, 1)),
+    case("conv, strided", conv(2), f32(2, 4, 16), f32(4, 4, 3)),
+    case("conv, strided out of step", conv(3, ((1, 2),)), f32(2, 2, 16), f32(2, 2, 4)),
+    case("conv, patches", conv(4, "VALID"), f32(2, 3, 32), f32(8, 3, 4)),
+    case("conv, dilated", conv(rhs_dilation=(3,)), f32(2, 2, 16), f32(2, 2, 3)),
+    case(
+        "conv, transposed", conv(padding=((1, 2),), lhs_dilation=(2,)), f32(2, 2, 16), f32(2, 2, 3)
+    ),
+    case("conv, wide kernel", conv(), f32(2, 2, 16), f32(2, 2, 11)),
+    case("conv, kernel of the image", conv(padding="VALID"), f32(2, 2, 16), f32(2, 2, 16)),
+    case("conv, two dims cut", conv((1, 2), dims=2), f32(2, 2, 8, 8), f32(2, 2, 3, 3)),
+    case("conv, groups", conv(feature_group_count=2), f32(2, 8, 8), f32(8, 4, 3)),
+    case("conv, depthwise", conv(feature_group_count=8), f32(2, 8, 8), f32(16, 1, 3)),
+    case("conv, batch groups", conv(batch_group_count=2), f32(8, 4, 8), f32(8, 4, 3)),
+    case("gradients of conv", gradients(conv()), f32(4, 6, 16), f32(8, 6, 3), f32(4, 8, 16)),
+    case(
+        "gradients of strided conv", gradients(conv(2)), f32(4, 2, 16), f32(2, 2, 3), f32(4, 2, 8)
+    ),
+    case(
+        "gradients of grouped conv",
+        gradients(conv(feature_group_count=4)),
+        f32(4, 8, 8),
+        f32(16, 2, 3),
+        f32(4, 16, 8),
+    ),
+    case(
+        "gradients of depthwise conv",
+        gradients(conv(2, feature_group_count=8)),
+        f32(4, 8, 8),
+        f32(8, 1, 3),
+        f32(4, 8, 4),
+    ),
+)
+
+CASES = [*ELEMENTWISE, *CONTRACTION, *REDUCTION, *GATHER, *SCATTER, *CONVOLUTION]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
