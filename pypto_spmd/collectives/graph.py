@@ -295,6 +295,8 @@ class _Builder:
             sharding = eqn.params["sharding"]
             spec = sharding.spec if isinstance(sharding, NamedSharding) else None
             return (self.constrain(inputs[0], spec, place, equations),)
+        if eqn.primitive.name == "reshard":
+            return inputs  # JAX's own, beside constraints; on Auto axes it asks for nothing
         if eqn.primitive.name == "optimization_barrier":
             return self.barrier(inputs, place, equations)
         key = None if eqn.effects else _equation_key(eqn, inputs)

@@ -65,8 +65,8 @@ def _summary(traceback: Any) -> str:
         return ""
     info = source_info_util.new_source_info().replace(traceback=traceback)
     text = source_info_util.summarize(info)  # "/path/file.py:12:8 (function)"
-    if "unknown" in text:
-        return ""
     path, _, rest = text.partition(":")
+    if not path:
+        return ""
     line = rest.split(":")[0].split(" ")[0]
     return f"{Path(path).name}:{line}"
