@@ -1,7 +1,19 @@
 """Serial code in, communication plan out: run whole-array JAX and NumPy functions on a mesh."""
 
+from pypto_spmd.collectives.plan import CommPlan, CommStep
 from pypto_spmd.errors import ShardingError
 from pypto_spmd.mesh import DeviceMesh
 from pypto_spmd.sharding import AUTO, PartitionSpec, ShardingSpec
+from pypto_spmd.spmd import SPMDFunction, spmd
 
-__all__ = ["AUTO", "DeviceMesh", "PartitionSpec", "ShardingError", "ShardingSpec"]
+__all__ = [
+    "AUTO",
+    "CommPlan",
+    "CommStep",
+    "DeviceMesh",
+    "PartitionSpec",
+    "SPMDFunction",
+    "ShardingError",
+    "ShardingSpec",
+    "spmd",
+]

@@ -1,0 +1,663 @@
+"""The decorator: a serial function becomes one that is planned for, and runs on, a mesh.
+
+A call is traced once for its shapes, planned, compiled, and from then on is a call of that compiled
+program. What is checked is checked on the way there; a later call that the program refuses comes back
+here and is told in this library's words, never in JAX's.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Lowered
+
+from pypto_spmd.arguments import IMPLICIT_STATIC, Arguments, Signature, Static, is_array, signed
+from pypto_spmd.call import Call, CallLayouts, CallOptions, inlining_mesh, program_of
+from pypto_spmd.collectives.objective import OBJECTIVES
+from pypto_spmd.collectives.plan import CommPlan
+from pypto_spmd.collectives.planner import note_cheaper
+from pypto_spmd.collectives.reconcile import Reconciliation, reconcile
+from pypto_spmd.collectives.telling import tell
+from pypto_spmd.errors import Fault, listed, quoted, raise_faults, refuse, spmd_function
+from pypto_spmd.executable import Executable
+from pypto_spmd.mesh import DeviceMesh, Topology, current_mesh
+from pypto_spmd.mesh.topology import Link
+from pypto_spmd.numpy_body import numpy_body, uses_numpy
+from pypto_spmd.sharding.resolve import resolve
+from pypto_spmd.sharding.spec import AUTO, ShardingSpec
+from pypto_spmd.state import is_parameter, next_values, state_flags
+from pypto_spmd.tracing import Traced, trace
+
+LOWER_TO = ("shard_map", "jit")
+"""What a plan can be lowered to."""
+
+
+def spmd(
+    function_or_mesh: Any = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    *,
+    mesh: DeviceMesh | Mesh | None = None,
+    out_sharding: Any = None,
+    parameter_shardings: Any = None,
+    parameter_argnames: str | Iterable[str] = (),
+    static_argnums: int | Iterable[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    donate_argnums: int | Iterable[int] = (),
+    donate_argnames: str | Iterable[str] = (),
+    objective: str = "standard",
+    lower_to: str = "shard_map",
+    strict: bool = False,
+    topology: Topology | Mapping[str, Link | str] | None = None,
+) -> Any:
+    """Makes a serial function run on a mesh, its communication planned.
+
+    Written `@spmd`, `@spmd(mesh, in_shardings)` or `@spmd(mesh=..., ...)`, or called on a function.
+
+    Args:
+        function_or_mesh: the function, or the mesh.
+        in_shardings: how the arguments lie: a spec (ShardingSpec, PartitionSpec, NamedSharding, AUTO or
+            None) for each, or a pytree prefix of it; in a list in the order of the signature without
+            static arguments, in a dict by name, or one spec for all. The planner lays out what has none.
+        out_shardings: how the results lie, likewise. A result that is the next value of a state argument
+            and has no spec lies as that argument does.
+        mesh: the mesh; by default that of the enclosing `with mesh:`, or that of the specs.
+        out_sharding: the same as `out_shardings`.
+        parameter_shardings: spec or pytree prefix of those arguments that are parameters or train state
+            and have no spec in `in_shardings`.
+        parameter_argnames: arguments that are parameters, whatever their names and types are.
+        static_argnums: places of arguments that are Python values, a program being made for each.
+        static_argnames: names of the same.
+        donate_argnums: places of arguments whose memory may be used for results.
+        donate_argnames: names of the same.
+        objective: "standard" for the textbook plan of textbook layouts, "bytes" for the fewest bytes.
+        lower_to: "shard_map" to run exactly the plan, "jit" to give its layouts to XLA's partitioner.
+        strict: whether a primitive without a rule is an error.
+        topology: the mesh's links, instead of its own.
+
+    Returns:
+        The :class:`SPMDFunction`, or without a function a decorator that makes it.
+
+    Raises:
+        ShardingError: for options that can't be.
+
+    Example:
+        >>> mesh = DeviceMesh([[0, 1], [2, 3]], ["row", "col"])
+        >>> @spmd(mesh, [PartitionSpec("row"), PartitionSpec(None, "col")], PartitionSpec("row", "col"))
+        ... def gemm(a, b):
+        ...     return a @ b
+        >>> a, b = jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((4, 6), "float32")
+        >>> gemm.plan(a, b).wire_bytes
+        0
+    """
+    function = function_or_mesh if callable(function_or_mesh) else None
+    positional_mesh = None if function is not None else function_or_mesh
+    subject = "@spmd" if function is None else spmd_function(_name(function))
+    faults: list[Fault] = []
+    if positional_mesh is not None and mesh is not None:
+        what = "the mesh is given twice, by place and by name."
+        faults.append(Fault(what, "A function runs on one mesh.", "leave one of them out."))
+    if out_shardings is not None and out_sharding is not None:
+        what = "both out_shardings and out_sharding are given."
+        why = "They are two names of one option."
+        faults.append(Fault(what, why, "keep one of them."))
+    used_mesh = _as_mesh(positional_mesh if mesh is None else mesh, faults)
+    for option, value, known in (
+        ("objective", objective, tuple(OBJECTIVES)),
+        ("lower_to", lower_to, LOWER_TO),
+    ):
+        if value not in known:
+            choices = listed([repr(choice) for choice in known], "or")
+            what, why = f"{option} is {value!r}.", f"It is one of {choices}."
+            faults.append(Fault(what, why, f"use {option}={choices}."))
+    raise_faults(subject, faults)
+    options = _Options(
+        used_mesh,
+        in_shardings,
+        out_shardings if out_sharding is None else out_sharding,
+        parameter_shardings,
+        frozenset(
+            [parameter_argnames] if isinstance(parameter_argnames, str) else parameter_argnames
+        ),
+        objective,
+        lower_to,
+        strict,
+        topology,
+    )
+
+    def decorate(function: Callable[..., Any]) -> SPMDFunction:
+        if not callable(function):
+            what = f"@spmd decorates a value of type {type(function).__name__}."
+            fix = (
+                "pass a function, and options by name: spmd(function, mesh=..., in_shardings=...)."
+            )
+            refuse("@spmd", what, "It decorates functions.", fix)
+        found: list[Fault] = []
+        signature = Signature(
+            function,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            donate_argnums=donate_argnums,
+            donate_argnames=donate_argnames,
+            faults=found,
+        )
+        raise_faults(spmd_function(_name(function)), found)
+        return SPMDFunction(function, signature, options)
+
+    return decorate if function is None else decorate(function)
+
+
+def _as_mesh(mesh: Any, faults: list[Fault]) -> DeviceMesh | None:
+    if mesh is None or isinstance(mesh, DeviceMesh):
+        return mesh
+    if isinstance(mesh, Mesh):
+        return DeviceMesh.from_jax(mesh)
+    what = f"the mesh is of type {type(mesh).__name__}."
+    why = "@spmd takes a function, or a mesh first: @spmd(mesh, in_shardings)."
+    fix = "pass a DeviceMesh, and specs as in_shardings=... and out_shardings=...."
+    faults.append(Fault(what, why, fix))
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The options of `spmd`, checked."""
+
+    mesh: DeviceMesh | None
+    in_shardings: Any
+    out_shardings: Any
+    parameter_shardings: Any
+    parameter_argnames: frozenset[str]
+    objective: str
+    lower_to: str
+    strict: bool
+    topology: Topology | Mapping[str, Link | str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Hot:
+    """The program of the last call, and when the next call may go straight to it.
+
+    Args:
+        run: the program.
+        plain: whether a call without keywords may be tried without a look at it.
+        positional: number of positional arguments.
+        keywords: names of the keyword arguments, in the order of the call.
+        statics: the static arguments.
+        mesh: the mesh, if it is not the function's own.
+        scalars: places and weak types of scalars, which JAX's call doesn't tell apart.
+        types: types of the arrays, if NumPy's and JAX's arrays mean different rules.
+    """
+
+    run: Callable[..., Any]
+    plain: bool
+    positional: int
+    keywords: tuple[str, ...]
+    statics: tuple[tuple[int, Static], ...]
+    mesh: DeviceMesh | None
+    scalars: tuple[tuple[int, bool], ...]
+    types: tuple[type, ...] | None
+
+    def values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
+        """The arguments as the program takes them; None if the call is for another one."""
+        if len(args) != self.positional or tuple(kwargs) != self.keywords:
+            return None
+        if self.mesh is not None and current_mesh() is not self.mesh:
+            return None
+        values = list(args)
+        keywords = dict(kwargs)
+        for place, static in reversed(self.statics):
+            value = values.pop(place) if place >= 0 else keywords.pop(static.name)
+            if Static(static.name, value) != static:
+                return None
+        values += keywords.values()
+        if any(_is_weak(values[place]) is not weak for place, weak in self.scalars):
+            return None
+        if self.types is not None and tuple(map(type, jax.tree.leaves(values))) != self.types:
+            return None
+        return values
+
+
+class SPMDFunction:
+    """A serial function on a mesh; make one with :func:`spmd`.
+
+    Calling it gives what the undecorated function gives, laid out on the mesh. `jax.jit`, `jax.grad`,
+    `jax.vmap` and their like of it are those of the undecorated function, and are planned too. Inside
+    another SPMD function it is inlined, its given layouts kept.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], signature: Signature, options: _Options
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self.__wrapped__ = function
+        self.__name__ = _name(function)
+        self._signature = signature
+        self._options = options
+        self._default_mesh = _default_mesh(options)
+        self._programs: dict[Any, Executable] = {}
+        self._last: Executable | None = None
+        self._hot: _Hot | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs on the mesh.
+
+        Raises:
+            ShardingError: for arguments, specs or code that can't be, all faults at once.
+        """
+        hot = self._hot
+        if hot is not None:
+            try:
+                if hot.plain and not kwargs:
+                    return hot.run(*args)
+                values = hot.values(args, kwargs)
+                if values is not None:
+                    return hot.run(*values)
+            except (TypeError, ValueError):
+                pass  # tracers, other shapes or other layouts: told apart below
+        return self._call(args, kwargs)
+
+    def plan(self, *args: Any, **kwargs: Any) -> CommPlan:
+        """The communication of a call, before anything is compiled.
+
+        Args:
+            *args: the arguments, or `jax.ShapeDtypeStruct`s in place of arrays.
+            **kwargs: likewise.
+        """
+        return self._program(self._signature.bind(args, kwargs)).plan
+
+    def explain(self, *args: Any, **kwargs: Any) -> None:
+        """Prints the plan of a call the way a colleague would tell it; arguments as for `plan`."""
+        call = self._program(self._signature.bind(args, kwargs)).call
+        program = program_of(call)
+        if self._options.objective != "bytes":
+            cheapest = replace(call, options=replace(call.options, objective="bytes"))
+            program = note_cheaper(program, program_of(cheapest))
+        print(tell(program.plan))
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """The program of a call, to be compiled or looked at; arguments as for `plan`.
+
+        Arrays that the function captures are its leading arguments.
+        """
+        return self._program(self._signature.bind(args, kwargs)).lowered
+
+    def verify(self, *args: Any, **kwargs: Any) -> Reconciliation:
+        """Compiles a call and holds its collectives against its plan; arguments as for `plan`.
+
+        Returns:
+            What matches what.
+
+        Raises:
+            VerificationError: if anything but the planned collectives runs.
+        """
+        if self._options.lower_to != "shard_map":
+            refuse(
+                self._subject(),
+                f"verify() is asked for with lower_to={self._options.lower_to!r}.",
+                "Then XLA's partitioner chooses the collectives, and the plan only says where arrays lie.",
+                'use lower_to="shard_map".',
+            )
+        program = self._program(self._signature.bind(args, kwargs))
+        text = program.compiled.as_text() or ""
+        found = reconcile(program.plan.steps, text, dict(program.call.options.mesh.shape))
+        found.check()
+        return found
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As a method. `self` is static unless it is a pytree: what it holds is read at the first call."""
+        return self if instance is None else BoundSPMDFunction(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<{self._subject()}>"
+
+    def _subject(self) -> str:
+        return spmd_function(self.__name__)
+
+    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """A call that may need a program, or is part of another one."""
+        arguments = self._signature.bind(args, kwargs)
+        program = self._program(arguments)
+        leaves = jax.tree.leaves(arguments.values)
+        operands = [*program.captured, *leaves]
+        if inlining_mesh() is not None or any(isinstance(o, Tracer) for o in operands):
+            results = program.call(*operands)
+            return jax.tree.unflatten(program.result_tree, results)
+        described = next((leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)), None)
+        if described is not None:
+            refuse(
+                self._subject(),
+                "it was called with a jax.ShapeDtypeStruct.",
+                "That describes an array and holds no values to work on.",
+                "pass arrays, or use .plan(...), .explain(...), .lower(...) or .verify(...).",
+            )
+        try:
+            result = program.run(*arguments.values)
+        except ValueError:  # committed to other devices or to another layout than planned
+            result = program.run(*program.place(arguments.values))
+        # A program is hot when it is the only one or runs twice in a row.
+        is_hot = self._last is program or len(self._programs) == 1
+        self._hot = self._as_hot(program, arguments, kwargs) if is_hot else None
+        self._last = program
+        return result
+
+    def _as_hot(self, program: Executable, arguments: Arguments, kwargs: Mapping[str, Any]) -> _Hot:
+        scalars = tuple(
+            (i, _is_weak(value))
+            for i, value in enumerate(arguments.values)
+            if is_array(value) and getattr(value, "shape", ()) == ()
+        )
+        leaves = jax.tree.leaves(arguments.values)
+        types = tuple(map(type, leaves)) if self._may_be_numpy else None
+        mesh = current_mesh() if self._default_mesh is None else None
+        static_places = sum(place >= 0 for place, _ in arguments.statics)
+        return _Hot(
+            program.run,
+            not (arguments.statics or kwargs or scalars or types or mesh),
+            arguments.positional + static_places,
+            tuple(kwargs),
+            arguments.statics,
+            mesh,
+            scalars,
+            types,
+        )
+
+    @functools.cached_property
+    def _may_be_numpy(self) -> bool:
+        return uses_numpy(self.__wrapped__)
+
+    def _mesh(self) -> DeviceMesh:
+        mesh = self._default_mesh or inlining_mesh() or current_mesh()
+        if mesh is None:
+            refuse(
+                self._subject(),
+                "it has no mesh.",
+                "Where arrays lie is said on a mesh of devices.",
+                "pass one, @spmd(mesh=DeviceMesh([0, 1], ['data'])), or call it inside `with mesh:`.",
+            )
+        outer = inlining_mesh()
+        if outer is not None and not mesh.same_places(outer):
+            refuse(
+                self._subject(),
+                f"it is on the mesh {mesh}, but is called inside an @spmd function on the mesh {outer}.",
+                "A function is inlined into the one that calls it, and both run on one mesh.",
+                "give both the same mesh, or call one after the other.",
+            )
+        return (
+            mesh if self._options.topology is None else mesh.with_topology(self._options.topology)
+        )
+
+    def _program(self, arguments: Arguments) -> Executable:
+        """The program of a call, made if there is none yet."""
+        raise_faults(self._subject(), arguments.faults())
+        mesh = self._mesh()
+        function = None
+        if self._may_be_numpy:
+            values = arguments.call(lambda *args, **kwargs: (args, kwargs), arguments.values)
+            function = numpy_body(self.__wrapped__, *values)
+        x64 = function is not None
+        options = CallOptions(
+            mesh, self._options.objective, self._options.lower_to, self._options.strict, self.__name__,
+            arguments.leaf_names(), x64=x64,
+        )  # fmt: skip
+        with options.scope():
+            leaves, tree = jax.tree.flatten(arguments.values)
+            forms = tuple(map(signed, leaves))
+            # Programs of tracers of an outer function may hold them, so that these are made anew.
+            key = (mesh, arguments.statics, arguments.names, tree, forms, x64, _trace_context())
+            program = self._programs.get(key)
+            if program is None:
+                program = self._make_program(
+                    arguments, forms, function or self.__wrapped__, options, tree
+                )
+                if not any(isinstance(c, Tracer) for c in program.captured):
+                    self._programs[key] = program
+        return program
+
+    def _make_program(
+        self,
+        arguments: Arguments,
+        forms: Sequence[Any],
+        function: Callable[..., Any],
+        options: CallOptions,
+        tree: Any,
+    ) -> Executable:
+        mesh = options.mesh
+        described = jax.tree.unflatten(
+            tree, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in forms]
+        )
+        faults: list[Fault] = []
+        in_specs = self._in_specs(arguments, described, mesh, faults)
+        try:
+            traced = trace(function, arguments, forms, self.__name__, mesh)
+        except Exception:
+            # Of a wrong spec and a failing function the spec is told first, being there first.
+            raise_faults(self._subject(), faults)
+            raise
+        out_specs = resolve(
+            self._options.out_shardings, traced.result, mesh, role="result", faults=faults
+        )
+        raise_faults(self._subject(), faults)
+        leaves = jax.tree.leaves(arguments.values)
+        in_specs = [
+            _committed_spec(leaf, mesh) if spec is None else spec
+            for leaf, spec in zip(leaves, in_specs, strict=True)
+        ]
+        return self._plan(arguments, described, traced, in_specs, out_specs, options, tree)
+
+    def _plan(
+        self,
+        arguments: Arguments,
+        described: Sequence[Any],
+        traced: Traced,
+        in_specs: list[PartitionSpec | None],
+        out_specs: list[PartitionSpec | None],
+        options: CallOptions,
+        tree: Any,
+    ) -> Executable:
+        is_state = state_flags(
+            arguments.names, described, traced.result, self._options.parameter_argnames
+        )
+        next_of = next_values(described, is_state, traced.result)
+        outputs = [
+            in_specs[next_of[i]] if spec is None and i in next_of else spec
+            for i, spec in enumerate(out_specs)
+        ]
+        leaf_is_state = [
+            flag
+            for flag, value in zip(is_state, described, strict=True)
+            for _ in jax.tree.leaves(value)
+        ]
+        captured = traced.captured
+        paths = jax.tree_util.tree_leaves_with_path(traced.result)
+        call = Call(
+            traced.jaxpr,
+            CallLayouts(
+                (*(_committed_spec(c, options.mesh) for c in captured), *in_specs), tuple(outputs)
+            ),
+            ((True,) * len(captured) + tuple(leaf_is_state)),
+            replace(
+                options,
+                argument_names=traced.captured_names + options.argument_names,
+                result_names=tuple("result" + jax.tree_util.keystr(path) for path, _ in paths),
+            ),
+        )
+        call = _tied(call, {i: len(captured) + j for i, j in next_of.items() if outputs[i] is None})
+        donated = tuple(
+            i for i, name in enumerate(arguments.names) if name in self._signature.donated
+        )
+        return Executable(call, captured, tree, jax.tree.structure(traced.result), donated)
+
+    def _in_specs(
+        self, arguments: Arguments, described: Sequence[Any], mesh: DeviceMesh, faults: list[Fault]
+    ) -> list[PartitionSpec | None]:
+        """A spec for each array, in the order of the program's arguments."""
+        order = arguments.order
+        names = [arguments.names[i] for i in order]
+        in_order = tuple(described[i] for i in order)
+        prefix = self._in_prefix(arguments, names, in_order, faults)
+        flat = iter(resolve(prefix, in_order, mesh, role="argument", names=names, faults=faults))
+        per_argument: dict[int, list[PartitionSpec | None]] = {}
+        for i, name in zip(order, names, strict=True):
+            specs = [next(flat) for _ in jax.tree.leaves(described[i])]
+            if self._options.parameter_shardings is not None and not any(specs):
+                specs = self._parameter_specs(name, arguments.values[i], described[i], mesh, faults)
+            per_argument[i] = specs
+        return [spec for i in range(len(described)) for spec in per_argument[i]]
+
+    def _in_prefix(
+        self, arguments: Arguments, names: Sequence[str], values: Sequence[Any], faults: list[Fault]
+    ) -> Any:
+        """in_shardings as the specs of the given arguments, in the order of the signature."""
+        prefix = self._options.in_shardings
+        static = {static.name for _, static in arguments.statics}
+        if isinstance(prefix, Mapping):
+            return self._prefix_by_name(prefix, names, values, static, faults)
+        is_sequence = isinstance(prefix, list | tuple) and not hasattr(prefix, "_fields")
+        if not is_sequence or isinstance(prefix, PartitionSpec) or not arguments.omitted:
+            return prefix
+        every = [n for n in self._signature.names if n in names or n in arguments.omitted]
+        if len(prefix) != len(every) or len(every) != len(names) + len(arguments.omitted):
+            return prefix
+        return [part for name, part in zip(every, prefix, strict=True) if name in names]
+
+    def _prefix_by_name(
+        self,
+        prefix: Mapping[str, Any],
+        names: Sequence[str],
+        values: Sequence[Any],
+        static: set[str],
+        faults: list[Fault],
+    ) -> Any:
+        """A dict of specs by argument; or, of a single argument that is a dict, for its entries."""
+        parameters = {*self._signature.names, *names}
+        if len(values) == 1 and isinstance(values[0], Mapping) and set(prefix) <= set(values[0]):
+            return [prefix]
+        if len(values) == 1 and not set(prefix) & parameters:
+            return [prefix]
+        for name in prefix:
+            if name not in parameters or name in static or name in IMPLICIT_STATIC:
+                kind = "a static argument" if name in static else "no argument"
+                given = listed([quoted(n) for n in names]) or "none"
+                what, why = (
+                    f"in_shardings has {name!r}, which is {kind}.",
+                    f"The arguments are: {given}.",
+                )
+                faults.append(Fault(what, why, "name arguments of the function, or give a list."))
+        return [prefix.get(name, AUTO) for name in names]
+
+    def _parameter_specs(
+        self, name: str, value: Any, described: Any, mesh: DeviceMesh, faults: list[Fault]
+    ) -> list[PartitionSpec | None]:
+        if name not in self._options.parameter_argnames and not is_parameter(name, value):
+            return [None] * len(jax.tree.leaves(described))
+        found: list[Fault] = []
+        prefix = [self._options.parameter_shardings]
+        specs = resolve(prefix, (described,), mesh, role="argument", names=[name], faults=found)
+        label = lambda text: text.replace("in_shardings[0]", "parameter_shardings")  # noqa: E731
+        faults.extend(Fault(label(f.what), label(f.why), label(f.fix)) for f in found)
+        return specs
+
+
+class BoundSPMDFunction:
+    """An SPMD function as the method of an object."""
+
+    def __init__(self, function: SPMDFunction, instance: Any) -> None:
+        self.__func__ = function
+        self.__self__ = instance
+        self.__wrapped__ = function.__wrapped__.__get__(instance)
+        self.__name__ = function.__name__
+        self.__doc__ = function.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs on the mesh."""
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def plan(self, *args: Any, **kwargs: Any) -> CommPlan:
+        """As `SPMDFunction.plan`."""
+        return self.__func__.plan(self.__self__, *args, **kwargs)
+
+    def explain(self, *args: Any, **kwargs: Any) -> None:
+        """As `SPMDFunction.explain`."""
+        self.__func__.explain(self.__self__, *args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """As `SPMDFunction.lower`."""
+        return self.__func__.lower(self.__self__, *args, **kwargs)
+
+    def verify(self, *args: Any, **kwargs: Any) -> Reconciliation:
+        """As `SPMDFunction.verify`."""
+        return self.__func__.verify(self.__self__, *args, **kwargs)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    inner = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    return getattr(inner, "__name__", type(inner).__name__)
+
+
+def _default_mesh(options: _Options) -> DeviceMesh | None:
+    """The mesh that is given, or of the enclosing `with mesh:`, or of the first spec that has one."""
+    if options.mesh is not None:
+        return options.mesh
+    if (entered := current_mesh()) is not None:
+        return entered
+    given = (options.in_shardings, options.out_shardings, options.parameter_shardings)
+    for leaf in jax.tree.leaves(given, is_leaf=lambda x: isinstance(x, PartitionSpec)):
+        if isinstance(leaf, ShardingSpec):
+            return leaf.mesh
+        if isinstance(leaf, NamedSharding) and isinstance(leaf.mesh, Mesh):
+            return DeviceMesh.from_jax(leaf.mesh)
+    return None
+
+
+def _committed_spec(array: Any, mesh: DeviceMesh) -> PartitionSpec | None:
+    """The layout that an array has on the mesh already and that a program would have to move it from."""
+    if isinstance(array, Tracer) or not isinstance(array, jax.Array | jax.ShapeDtypeStruct):
+        return None
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding) or not getattr(array, "committed", True):
+        return None
+    other = sharding.mesh
+    if not isinstance(other, Mesh) or tuple(other.shape.items()) != tuple(mesh.shape.items()):
+        return None
+    return sharding.spec if DeviceMesh.from_jax(other).same_places(mesh) else None
+
+
+def _tied(call: Call, next_of: Mapping[int, int]) -> Call:
+    """The call with results laid out as the state whose next value they are, where nobody says how.
+
+    Both are the planner's to choose, but together: a state that comes back in another layout would be
+    moved again by each call.
+    """
+    if not next_of:
+        return call
+    outputs = list(call.layouts.outputs)
+    inputs = program_of(call).schedule.inputs
+    for result, operand in next_of.items():
+        outputs[result] = inputs[operand].spec
+    return replace(call, layouts=CallLayouts(call.layouts.inputs, tuple(outputs)))
+
+
+def _trace_context() -> tuple[Any, ...]:
+    """JAX's settings that change what a function is traced to."""
+    config = jax.config
+    return tuple(
+        getattr(config, name)
+        for name in (
+            "jax_enable_x64",
+            "jax_default_matmul_precision",
+            "jax_numpy_dtype_promotion",
+            "jax_numpy_rank_promotion",
+            "jax_default_prng_impl",
+        )
+    )
+
+
+def _is_weak(value: Any) -> bool:
+    return bool(getattr(value, "weak_type", isinstance(value, bool | int | float | complex)))
