@@ -14,7 +14,7 @@ from jax import lax
 
 from pypto_spmd.collectives.rules.context import Context
 from pypto_spmd.collectives.rules.factor import Dims, Exchange, Factor, Linear, Rule, factor_rule
-from pypto_spmd.collectives.rules.halo import permute
+from pypto_spmd.collectives.rules.halo import Rows, Window, fetch, permute, with_windows
 from pypto_spmd.collectives.rules.moving import dim_names, moves
 from pypto_spmd.collectives.rules.registry import Aval, rule
 
@@ -201,26 +201,103 @@ def _iota(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ..
 
 @rule("split")
 def _split(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ...]) -> Rule:
+    axis, sizes = params["axis"], params["sizes"]
+    left, rights, factors = _joint_dim(f"d{axis}", ins[0].shape[axis], sizes, ins[0].dtype)
+    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+    windows = [
+        Window(f"d{axis}", 0, axis, _shifted(size, first), "rows of the pieces")
+        for size, first in zip(sizes, firsts, strict=True)
+    ]
+
+    def bind(ctx: Context, x: Any) -> Any:
+        if left == "_" or not ctx.axes(f"d{axis}"):
+            return ctx.bind(x)
+        return [fetch(ctx, windows, i, x) for i in range(len(windows))]
+
     names = dim_names(len(ins[0].shape))
-    names[params["axis"]] = "_"
-    return factor_rule(
-        f"{' '.join(names)} -> {', '.join([' '.join(names)] * len(outs))}",
+    made = factor_rule(
+        f"{_replaced(names, axis, left)} -> {', '.join(_replaced(names, axis, r) for r in rights)}",
         [ins[0].shape],
         [a.shape for a in outs],
+        sizes=factors,
+        whole=[n for n in factors if n != f"d{axis}"],
         linear=moves({0}, ins[0].dtype),
+        bind=bind,
     )
+    return made if left == "_" else with_windows(made, ins, outs, windows)
 
 
 @rule("concatenate")
 def _concatenate(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ...]) -> Rule:
+    axis = params["dimension"]
+    sizes = [a.shape[axis] for a in ins]
+    right, lefts, factors = _joint_dim(f"d{axis}", outs[0].shape[axis], sizes, outs[0].dtype)
+    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+    windows = [
+        Window(f"d{axis}", i, axis, _shifted(outs[0].shape[axis], -first), "rows of the operands")
+        for i, first in enumerate(firsts)
+    ]
+
+    def bind(ctx: Context, *operands: Any) -> Any:
+        if right == "_" or not ctx.axes(f"d{axis}"):
+            return ctx.bind(*operands)
+        made = fetch(ctx, windows, 0, operands[0])
+        row = ctx.out_start()[axis] + lax.iota(jnp.int32, made.shape[axis])
+        for i, operand in enumerate(operands[1:], 1):
+            later = lax.broadcast_in_dim(row >= firsts[i], made.shape, (axis,))
+            made = lax.select(later, fetch(ctx, windows, i, operand), made)
+        return made
+
     names = dim_names(len(outs[0].shape))
-    names[params["dimension"]] = "_"
-    return factor_rule(
-        f"{', '.join([' '.join(names)] * len(ins))} -> {' '.join(names)}",
+    made = factor_rule(
+        f"{', '.join(_replaced(names, axis, n) for n in lefts)} -> {_replaced(names, axis, right)}",
         [a.shape for a in ins],
         [outs[0].shape],
+        sizes=factors,
+        whole=[n for n in factors if n != f"d{axis}"],
         linear=moves(range(len(ins)), outs[0].dtype),
+        bind=bind,
     )
+    return made if right == "_" else with_windows(made, ins, outs, windows)
+
+
+def _joint_dim(
+    name: str, whole: int, pieces: Sequence[int], dtype: Any
+) -> tuple[str, list[str], dict[str, int]]:
+    """A dim and its consecutive pieces, all cut into as many blocks: whole, if they cannot be.
+
+    Returns:
+        The dim and the pieces' dims in factor notation, and the sizes of their factors.
+    """
+    common = gcd(*pieces)
+    if common <= 1 or not isinstance(dtype, np.dtype):
+        return "_", ["_"] * len(pieces), {}
+    factors = {name: common}
+
+    def written(size: int, rest: str) -> str:
+        if size == common:
+            return name
+        factors[rest] = size // common
+        return f"({name} {rest})"
+
+    return (
+        written(whole, f"{name}_whole"),
+        [written(size, f"{name}_piece{i}") for i, size in enumerate(pieces)],
+        factors,
+    )
+
+
+def _shifted(size: int, first: int) -> Rows:
+    """Windows that are the blocks of a dim of `size` that begins at row `first` of another."""
+
+    def rows(pieces: int) -> tuple[tuple[int, ...], int]:
+        return tuple(first + p * (size // pieces) for p in range(pieces)), size // pieces
+
+    return rows
+
+
+def _replaced(names: Sequence[str], axis: int, dim: str) -> str:
+    return " ".join([*names[:axis], dim, *names[axis + 1 :]])
 
 
 @rule("stack")
