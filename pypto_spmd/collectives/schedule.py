@@ -50,7 +50,22 @@ class _BlockScheduler:
                 self._equation(equation)
         for atom, layout in zip(self.block.outputs, self.outputs, strict=True):
             self._require(atom, layout, None)
-        return DraftBlock(self.block, self.inputs, bucket(self.items, self.graph), self.outputs)
+        items = bucket(self._read_later(), self.graph)
+        return DraftBlock(self.block, self.inputs, items, self.outputs)
+
+    def _read_later(self) -> list[DraftConvert | DraftRun]:
+        """The items without conversions that nothing reads, a cheaper way having been found since."""
+        read = set(zip(self.block.outputs, self.outputs, strict=True))
+        kept = []
+        for item in reversed(self.items):
+            if isinstance(item, DraftRun):
+                read.update(zip(item.equation.inputs, item.operands, strict=True))
+            elif (item.tensor, item.leg.target) in read:
+                read.add((item.tensor, item.leg.source))
+            else:
+                continue
+            kept.append(item)
+        return kept[::-1]
 
     def _equation(self, equation: Equation) -> None:
         operands = tuple(self.layouts.operand(equation, i) for i in range(len(equation.inputs)))
