@@ -348,7 +348,7 @@ class AxisProblem:
             size = self._stored_bytes(link.source if link.source_shift > 0 else link.target)
             table = _link_table(
                 link.kind, self.domains[link.source], self.domains[link.target], size, self.size,
-                self.mobility[link.source], link.weight,
+                self.mobility[link.source], link.weight, self.objective.keep_stacks,
             )  # fmt: skip
             self.tables.append(((link.source, link.target), table))
         for atom, block in predicates(equation):
@@ -615,11 +615,12 @@ def _link_table(
     axis_size: int,
     mobility: Mobility,
     weight: float,
+    keep_stacks: bool,
 ) -> Table:
     """Table (stored source, stored target) of binding one tensor to another."""
     rows = [
         [
-            _bind_cost(kind, s, t[0], size, axis_size, mobility, weight)
+            _bind_cost(kind, s, t[0], size, axis_size, mobility, weight, keep_stacks)
             + weight * store_cost(t[0], t, size, axis_size, mobility)
             for t in target
         ]
@@ -636,6 +637,7 @@ def _bind_cost(
     axis_size: int,
     mobility: Mobility,
     weight: float,
+    keep_stacks: bool,
 ) -> float:
     """What it costs to bind a tensor stored as `source` to one that is bound as `delivered`."""
     if kind == "same":
@@ -647,7 +649,7 @@ def _bind_cost(
     best = np.inf
     for wanted in stack_labels(delivered):
         for member in source:
-            if member.kind != "R" and wanted.kind == "R":
+            if keep_stacks and member.kind != "R" and wanted.kind == "R":
                 continue  # a stack is never gathered whole: its slices are, inside the loop
             best = min(best, weight * move_cost(member, wanted, size, axis_size, mobility))
     return best

@@ -33,6 +33,7 @@ class Narrator:
     layouts: Layouts
     producers: dict[int, Equation] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
+    slices: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         graph = self.layouts.request.graph
@@ -42,6 +43,8 @@ class Narrator:
         self.names |= graph.names
         for equation, _ in graph.equations():
             for link in links_of(equation, 1.0) if equation.bodies else ():
+                if link.kind == "xs":
+                    self.slices.add(link.target)
                 # Inside a loop an operand keeps its name; of a stack it is one slice.
                 if isinstance(link.source, int) and link.source in self.names:
                     slice_of = "[i]" if link.kind == "xs" else ""
@@ -122,6 +125,8 @@ class Narrator:
         names = " and ".join(repr(a) for a in axes)
         origin = self._origin(tensor, axes[0])
         held = f"so each device holds a partial {op}"
+        if origin is None and self._slice_origin(tensor, axes[0]):
+            return f"each slice of the stack lies on one device of {names} alone, and all need it"
         if origin is None:
             return f"the {op} over {names} is still to be taken, {held}"
         equation, factor = origin
@@ -141,24 +146,36 @@ class Narrator:
 
     def _origin(self, tensor: int, axis: str) -> tuple[Equation, int] | None:
         """The equation that left `tensor` partial over `axis`, and its split factor."""
-        for _ in range(1000):
+        producer = self.producers.get(self._partial_root(tensor, axis))
+        if producer is None or producer.rule is None:
+            return None
+        factor = self.layouts.choice(producer, axis).factor
+        return (producer, factor) if factor >= 0 and producer.rule.factors[factor].reduce else None
+
+    def _slice_origin(self, tensor: int, axis: str) -> bool:
+        """Whether `tensor` is partial over `axis` because a stack's slices lie on one device each."""
+        return self._partial_root(tensor, axis) in self.slices
+
+    def _partial_root(self, tensor: int, axis: str) -> int:
+        """The tensor that was first partial over `axis`, of those that `tensor` is linear in."""
+        for _ in range(10_000):
             producer = self.producers.get(tensor)
             if producer is None or producer.rule is None:
-                return None
+                return tensor
             choice = self.layouts.choice(producer, axis)
             if choice.factor >= 0:
-                return (producer, choice.factor) if producer.rule.factors[choice.factor].reduce else None
+                return tensor
             partial = [
                 a
                 for a, label in zip(producer.inputs, choice.operands, strict=True)
                 if label.kind == "P" and isinstance(a, int)
             ]
             if not partial:
-                return None
+                return tensor
             # Of several partial operands, the one that was made partial, not masked to be.
             made = [t for t in partial if self.layouts.stored(t).label(axis).kind == "P"]
             tensor = (made or partial)[0]
-        return None
+        return tensor
 
 
 def _layer(scope: str) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 WORK = 0.4
 """Bytes charged for each operand byte of a dot or conv that an axis does not split."""
 
-HOLD = 64.0
+HOLD = 1024.0
 """By how much moving a tensor is made dearer on an axis that should hold it still."""
 
 COLLECTIVE_COST = 1e-3
@@ -40,17 +40,20 @@ class Objective:
         work: see `WORK`.
         hold: see `HOLD`; 1 charges bytes alone.
         closure: whether only dims that a given layout asks for may be split.
+        keep_stacks: whether a stack that a loop reads slice by slice is never gathered whole (that may send
+            less, but would hold the whole model).
     """
 
     name: str
     work: float = WORK
     hold: float = HOLD
     closure: bool = True
+    keep_stacks: bool = True
 
 
 OBJECTIVES = {
     "standard": Objective("standard"),
-    "bytes": Objective("bytes", hold=1.0, closure=False),
+    "bytes": Objective("bytes", hold=1.0, closure=False, keep_stacks=False),
 }
 
 

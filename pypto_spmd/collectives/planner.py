@@ -17,11 +17,12 @@ from pypto_spmd.collectives.narrate import Narrator
 from pypto_spmd.collectives.objective import OBJECTIVES
 from pypto_spmd.collectives.plan import CommPlan, CommStep, show_bytes
 from pypto_spmd.collectives.program import BlockSchedule, Convert, Program, Run, RunLoop
+from pypto_spmd.collectives.rules import Aval
 from pypto_spmd.collectives.schedule import schedule
 from pypto_spmd.errors import Fault, raise_faults, spmd_function
 from pypto_spmd.mesh import DeviceMesh
 from pypto_spmd.mesh.topology import seconds, slowest_first
-from pypto_spmd.sharding.layout import Layout
+from pypto_spmd.sharding.layout import Layout, R
 from pypto_spmd.sharding.redistribute import wire_bytes
 
 NOTABLE = 0.7
@@ -63,8 +64,8 @@ def make_program(
         graph,
         dict(mesh.shape),
         slowest_first(mesh),
-        _layouts(inputs, [graph.avals[t] for t in graph.block.inputs]),
-        _layouts(outputs, [graph.aval(a) for a in graph.block.outputs]),
+        _layouts(inputs, [graph.avals[t] for t in graph.block.inputs], mesh),
+        _layouts(outputs, [graph.aval(a) for a in graph.block.outputs], mesh),
         tuple(is_state),
         OBJECTIVES[objective],
     )
@@ -104,11 +105,18 @@ def note_cheaper(program: Program, cheapest: Program) -> Program:
     return replace(program, plan=replace(program.plan, notes=(*program.plan.notes, note)))
 
 
-def _layouts(specs, avals) -> tuple[Layout | None, ...]:
-    return tuple(
-        None if spec is None else Layout.from_spec(spec, len(aval.shape))
-        for spec, aval in zip(specs, avals, strict=True)
-    )
+def _layouts(
+    specs: Sequence[PartitionSpec | None], avals: Sequence[Aval], mesh: DeviceMesh
+) -> tuple[Layout | None, ...]:
+    """The given layouts; axes of one device split nothing and are left out."""
+    single = [axis for axis, size in mesh.shape.items() if size == 1]
+    found: list[Layout | None] = []
+    for spec, aval in zip(specs, avals, strict=True):
+        layout = None if spec is None else Layout.from_spec(spec, len(aval.shape))
+        for axis in single if layout is not None else ():
+            layout = layout.with_label(axis, R)
+        found.append(layout)
+    return tuple(found)
 
 
 def _without_rule(graph: Graph) -> list[tuple[str, str]]:
