@@ -1,4 +1,4 @@
-"""What both training examples need: a mesh from the command line, and batches to it."""
+"""What both training examples need: a mesh from the command line."""
 
 import argparse
 from math import prod
@@ -8,16 +8,21 @@ import numpy as np
 from pypto_spmd import DeviceMesh
 
 
-def mesh_from(text: str) -> DeviceMesh:
-    """The mesh that `data=4,model=2` names: this machine's devices, simulated ones on a CPU."""
-    axes = dict(part.split("=") for part in text.split(","))
-    sizes = [int(size) for size in axes.values()]
+def mesh_argument(parser: argparse.ArgumentParser, usual: str) -> None:
+    """Adds `--mesh`, which `mesh_of` understands."""
+    text = f"sizes of the mesh axes data and model (default: {usual})"
+    parser.add_argument("--mesh", default=usual, type=_axes, metavar="data=N,model=M", help=text)
+
+
+def mesh_of(axes: dict[str, int]) -> DeviceMesh:
+    """A mesh of this machine's devices, which are simulated where there is only a CPU."""
+    sizes = tuple(axes.values())
     return DeviceMesh(np.arange(prod(sizes)).reshape(sizes), tuple(axes))
 
 
-def mesh_argument(parser: argparse.ArgumentParser, usual: str) -> None:
-    """Adds `--mesh`, with the axes `data` and `model`."""
-    text = f"sizes of the mesh axes data and model (default: {usual})"
-    parser.add_argument(
-        "--mesh", type=mesh_from, default=usual, metavar="data=N,model=M", help=text
-    )
+def _axes(text: str) -> dict[str, int]:
+    try:
+        pairs = [part.split("=") for part in text.split(",")]
+        return {axis: int(size) for axis, size in pairs}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like data=4,model=2") from None

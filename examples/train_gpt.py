@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common import mesh_argument
+from common import mesh_argument, mesh_of
 
 from pypto_spmd import PartitionSpec, spmd
 
@@ -68,6 +68,11 @@ class GPT(nn.Module):
 model = GPT()
 
 
+def logits_of(params: Any, tokens: jax.Array) -> Any:
+    """The model's logits, (batch, time, vocabulary)."""
+    return model.apply(params, tokens)
+
+
 def make_train_step(
     optimizer: optax.GradientTransformation,
 ) -> Callable[..., tuple[Any, Any, jax.Array]]:
@@ -75,7 +80,7 @@ def make_train_step(
 
     def train_step(params: Any, opt_state: Any, text: jax.Array) -> tuple[Any, Any, jax.Array]:
         def loss_of(params: Any) -> jax.Array:
-            logits = model.apply(params, text[:, :-1])
+            logits = logits_of(params, text[:, :-1])
             return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
 
         loss, grads = jax.value_and_grad(loss_of)(params)
@@ -108,7 +113,7 @@ def continued(params: Any, prompt: jax.Array, key: jax.Array) -> jax.Array:
     """The prompt and what the model writes after it, as far as its context goes."""
 
     def write(place: jax.Array, text: jax.Array) -> jax.Array:
-        logits = model.apply(params, text[None])[0, place - 1]
+        logits = logits_of(params, text[None])[0, place - 1]
         return text.at[place].set(
             jax.random.categorical(jax.random.fold_in(key, place), 1.5 * logits)
         )
@@ -120,10 +125,11 @@ def continued(params: Any, prompt: jax.Array, key: jax.Array) -> jax.Array:
 def main() -> None:
     """Trains, compares the first losses with the serial function's, and lets the model write."""
     parser = argparse.ArgumentParser(description="Train a small GPT on Python's sources.")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--check", type=int, default=20, help="steps to run serially too")
     mesh_argument(parser, "data=2,model=4")
     options = parser.parse_args()
+    mesh = mesh_of(options.mesh)
 
     text = standard_library()
     batch_of = batches(text, options.steps)
@@ -135,15 +141,16 @@ def main() -> None:
 
     state = jax.tree_util.tree_map_with_path(spec_of, (params, opt_state))
     step = spmd(
-        mesh=options.mesh,
+        mesh=mesh,
         in_shardings=(*state, PartitionSpec("data")),
         out_shardings=(*state, PartitionSpec()),
+        donate_argnames=("params", "opt_state"),
     )(train_step)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    print(f"{count:,} parameters on {options.mesh}; {len(text):,} bytes of text")
+    print(f"{count:,} parameters on {mesh}; {len(text):,} bytes of text")
     print(step.plan(params, opt_state, batch_of[0]).summary())
 
-    serial, losses = (params, opt_state), []
+    serial, losses = jax.device_get((params, opt_state)), []
     start = time.perf_counter()
     for number, batch in enumerate(batch_of, 1):
         params, opt_state, loss = step(params, opt_state, batch)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common import mesh_argument
+from common import mesh_argument, mesh_of
 from sklearn.datasets import load_digits
 
 from pypto_spmd import DeviceMesh, PartitionSpec, spmd
@@ -46,7 +46,7 @@ def forward(params: Params, images: jax.Array) -> jax.Array:
 
 def train_step(
     params: Params, opt_state: Any, images: jax.Array, labels: jax.Array
-) -> tuple[Params, Any, jax.Array]:
+) -> tuple[Any, Any, jax.Array]:
     """One step over the whole batch, as one would write it for one device."""
 
     def loss_of(params: Params) -> jax.Array:
@@ -92,13 +92,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     mesh_argument(parser, "data=4,model=2")
     options = parser.parse_args()
-    layout = layout_named(options.layout, options.mesh)
+    mesh = mesh_of(options.mesh)
+    layout = layout_named(options.layout, mesh)
 
-    digits = load_digits()
+    images, labels = load_digits(return_X_y=True)
     random = np.random.default_rng(SEED)
-    order = random.permutation(len(digits.target))
-    images = (digits.data[order] / 16).astype(np.float32)
-    labels = digits.target[order].astype(np.int32)
+    order = random.permutation(len(labels))
+    images = (images[order] / 16).astype(np.float32)
+    labels = labels[order].astype(np.int32)
     train = len(labels) - TEST_IMAGES
     batches = random.integers(0, train, (options.steps, BATCH))
 
@@ -109,14 +110,16 @@ def main() -> None:
         transform_non_params=lambda _: PartitionSpec(),
     )  # fmt: skip
     step = spmd(
-        mesh=options.mesh,
+        mesh=mesh,
         in_shardings=(layout.params, moments, layout.batch, layout.batch),
         out_shardings=(layout.params, moments, PartitionSpec()),
+        donate_argnames=("params", "opt_state"),
     )(train_step)
-    print(f"layout {options.layout} on {options.mesh}")
+    print(f"layout {options.layout} on {mesh}")
     print(step.plan(params, opt_state, images[:BATCH], labels[:BATCH]).summary())
 
-    serial_step, serial, error = jax.jit(train_step), (params, opt_state), 0.0
+    serial_step, serial = jax.jit(train_step), jax.device_get((params, opt_state))
+    error = 0.0
     for number, batch in enumerate(batches, 1):
         params, opt_state, loss = step(params, opt_state, images[batch], labels[batch])
         *serial, serial_loss = serial_step(*serial, images[batch], labels[batch])
@@ -124,7 +127,7 @@ def main() -> None:
         if number % 50 == 0 or number == options.steps:
             print(f"step {number:4d} of {options.steps}: loss {loss:.6f}", flush=True)
 
-    guesses = forward(jax.device_get(params), images[train:]).argmax(axis=1)
+    guesses = forward(jax.device_get(params), jnp.asarray(images[train:])).argmax(axis=1)
     accuracy = float((guesses == labels[train:]).mean())
     print(f"largest difference of a loss from the serial function's: {error:.1e}")
     print(f"final loss {loss:.6f}, test accuracy {accuracy:.1%}")
