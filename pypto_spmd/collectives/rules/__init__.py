@@ -3,12 +3,17 @@
 from pypto_spmd.collectives.rules import (  # noqa: F401  (importing a family registers its rules)
     contraction,
     convolution,
+    cumulative,
     dynamic,
     elementwise,
+    fft,
     indexing,
+    ordering,
+    linalg,
     random,
     reduction,
     shape,
+    window,
 )
 from pypto_spmd.collectives.rules.factor import (
     Choice,

@@ -6,16 +6,13 @@ halo. Groups are the major factor of the dims that hold them: `(g c), (g o) c ->
 groups, `(b n), (b o) -> n (b o)` for batch groups.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from math import prod
+from collections.abc import Mapping
 from typing import Any
 
 from pypto_spmd.collectives.rules.context import Context
-from pypto_spmd.collectives.rules.factor import Exchange, Linear, Rule, factor_rule
-from pypto_spmd.collectives.rules.halo import Part, parts, window
+from pypto_spmd.collectives.rules.factor import Linear, Rule, factor_rule
 from pypto_spmd.collectives.rules.registry import Aval, rule
-from pypto_spmd.collectives.rules.sliding import Sliding
+from pypto_spmd.collectives.rules.sliding import Sliding, blocked, slide, with_halos
 
 
 @rule("conv_general_dilated")
@@ -40,46 +37,28 @@ def _conv(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ..
         "(g o)" if feature_groups > 1 else "(b o)" if batch_groups > 1 else "o"
     )
     reduce, rests = {"c": "sum"}, []
-    slidings: dict[str, Sliding] = {}
-    for at in range(rank - 2):
-        sliding = _sliding(params, ins, outs, at)
-        blocks = sliding.blocks
-        if blocks == 1:
-            continue
-        name = f"s{at}"
-        slidings[name] = sliding
-        sizes[name] = blocks
-
-        def dim(size: int, side: str, name: str = name, blocks: int = blocks) -> str:
-            if size == blocks:
-                return name
-            rests.append(name + side)
-            sizes[name + side] = size // blocks
-            return f"({name} {name}{side})"
-
-        lhs[lhs_dims[2 + at]] = dim(sliding.rows, "l")
+    slidings = {f"s{at}": _sliding(params, ins, outs, at) for at in range(rank - 2)}
+    slidings = {name: s for name, s in slidings.items() if s.blocks > 1}
+    dims = {name: lhs_dims[2 + int(name[1:])] for name in slidings}
+    for name, sliding in slidings.items():
+        at = 2 + int(name[1:])
+        cuts = [(lhs, lhs_dims, sliding.rows)]
         if sliding.cuts_taps:
-            rhs[rhs_dims[2 + at]] = dim(sliding.taps, "r")
+            cuts.append((rhs, rhs_dims, sliding.taps))
             reduce[name] = "sum"
         else:
-            out[out_dims[2 + at]] = dim(sliding.outputs, "o")
+            cuts.append((out, out_dims, sliding.outputs))
+        for side, dims_of_side, size in cuts:
+            side[dims_of_side[at]], rest = blocked(name, size, sliding.blocks)
+            sizes |= {name: sliding.blocks, **rest}
+            rests += rest
 
     def bind(ctx: Context, left: Any, right: Any) -> Any:
         padding = list(params["padding"])
         for name, sliding in slidings.items():
-            shards = ctx.shards(name)
-            if shards > 1:
-                at = int(name[1:])
-                left = window(
-                    ctx,
-                    name,
-                    0,
-                    left,
-                    lhs_dims[2 + at],
-                    sliding.starts(shards),
-                    sliding.length(shards),
-                )
-                padding[at] = sliding.padding(shards)
+            if ctx.axes(name):
+                left = slide(ctx, name, sliding, left, dims[name])
+                padding[int(name[1:])] = sliding.padding(ctx.shards(name))
         groups = {}
         if feature_groups > 1:
             groups["feature_group_count"] = ctx.local_size("g")
@@ -98,8 +77,7 @@ def _conv(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ..
         bind=bind,
         works=True,
     )
-    dims = {name: lhs_dims[2 + int(name[1:])] for name in slidings}
-    return with_halos(made, ins[0], slidings, dims)
+    return with_halos(made, ins[:1], slidings, dims)
 
 
 def _sliding(
@@ -115,60 +93,3 @@ def _sliding(
         tap_step=params["rhs_dilation"][at],
         low=params["padding"][at][0],
     )
-
-
-def with_halos(
-    made: Rule,
-    operand: Aval,
-    slidings: Mapping[str, Sliding],
-    dims: Mapping[str, int],
-    *,
-    operands: int = 1,
-) -> Rule:
-    """The rule with the exchanges of its spatial factors.
-
-    Args:
-        made: the rule without them; its `bind` calls `halo.window` for the factors in the same order.
-        operand: the operand that slides.
-        slidings: by factor.
-        dims: the operand's dim of each factor.
-        operands: how many such operands there are, one after the other.
-    """
-    factors = list(made.factors)
-    for position, name in enumerate(slidings):
-        before = list(slidings)[:position]
-        index = made.factor(name)
-
-        def exchanges(
-            shards: int, name: str = name, before: Sequence[str] = tuple(before)
-        ) -> tuple[Exchange, ...]:
-            sliding = slidings[name]
-            found = parts(sliding.rows // shards, sliding.starts(shards), sliding.length(shards))
-
-            def exchange(part: Part, which: int) -> Exchange:
-                def count(local_sizes: Sequence[int]) -> float:
-                    rows = 1
-                    for dim, factors_of_dim in enumerate(made.operands[which]):
-                        if dim == dims[name]:
-                            continue
-                        size = operand.shape[dim]
-                        if factors_of_dim:
-                            size = prod(local_sizes[f] for f in factors_of_dim)
-                        for other in before:  # whose halo is there already
-                            if dims[other] == dim and size < operand.shape[dim]:
-                                size = slidings[other].length(operand.shape[dim] // size)
-                        rows *= size
-                    return float(part.size * rows)
-
-                rows = "row" if part.size == 1 else "rows"
-                return Exchange(
-                    "collective_permute", (), 0.0, operand.itemsize, count=count,
-                    what=f"a halo of {part.size} {rows}",
-                )  # fmt: skip
-
-            return tuple(
-                exchange(part, which) for which in range(operands) for part in found if part.shift
-            )
-
-        factors[index] = replace(factors[index], exchanges=exchanges)
-    return replace(made, factors=tuple(factors))

@@ -9,8 +9,18 @@ Invariant: all devices' windows have one length and one phase against the input'
 program with one padding does for all of them.
 """
 
-from dataclasses import dataclass
-from math import gcd
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import gcd, prod
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from pypto_spmd.collectives.rules.context import Context
+from pypto_spmd.collectives.rules.factor import Exchange, Rule
+from pypto_spmd.collectives.rules.halo import Part, parts, window
+from pypto_spmd.collectives.rules.registry import Aval
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +44,6 @@ class Sliding:
     row_step: int
     tap_step: int
     low: int
-
-    @property
-    def is_trivial(self) -> bool:
-        """Whether each output row is that of one input row, in order."""
-        plain = self.stride == self.row_step == self.taps == 1
-        return plain and self.low == 0 and self.rows == self.outputs
 
     @property
     def cuts_taps(self) -> bool:
@@ -84,3 +88,110 @@ class Sliding:
     def padding(self, shards: int) -> tuple[int, int]:
         """Low and high padding of a window, less than a row step each."""
         return self._span(shards)[2:]
+
+    def parts(self, shards: int) -> tuple[Part, ...]:
+        """What the devices need of each other's rows."""
+        return parts(self.rows // shards, self.starts(shards), self.length(shards))
+
+
+def blocked(name: str, size: int, blocks: int) -> tuple[str, dict[str, int]]:
+    """A dim in factor notation whose major factor `name` counts its blocks.
+
+    Returns:
+        The dim, and the name and size of what remains of it, if anything, which must be whole.
+    """
+    if size == blocks:
+        return name, {}
+    rest = f"{name}x{size // blocks}"
+    return f"({name} {rest})", {rest: size // blocks}
+
+
+def slide(
+    ctx: Context,
+    name: str,
+    sliding: Sliding,
+    x: Any,
+    dim: int,
+    *,
+    position: int = 0,
+    fill: Any = 0,
+) -> Any:
+    """This device's window of the rows of one operand.
+
+    Args:
+        ctx: the equation on this device.
+        name: the factor that is split.
+        sliding: its sizes.
+        x: this device's block.
+        dim: the dim that slides.
+        position: which of the sliding operands it is.
+        fill: value of rows outside the dim.
+    """
+    shards = ctx.shards(name)
+    starts, length = sliding.starts(shards), sliding.length(shards)
+    exchanges = sum(1 for part in sliding.parts(shards) if part.shift)
+    x = window(ctx, name, position * exchanges, x, dim, starts, length)
+    inside = starts[0] >= 0 and starts[-1] + length <= sliding.rows
+    if inside or (isinstance(fill, int) and fill == 0):
+        return x
+    first = starts[0] + ctx.index(name) * (starts[1] - starts[0])
+    rows = first + lax.broadcasted_iota(jnp.int32, x.shape, dim)
+    return jnp.where((rows >= 0) & (rows < sliding.rows), x, jnp.asarray(fill, x.dtype))
+
+
+def with_halos(
+    made: Rule, operands: Sequence[Aval], slidings: Mapping[str, Sliding], dims: Mapping[str, int]
+) -> Rule:
+    """A rule with the exchanges that `slide` makes for its spatial factors.
+
+    Args:
+        made: the rule without them; its `bind` slides the factors in the order of `slidings`.
+        operands: the first operands, which slide.
+        slidings: by factor.
+        dims: the operands' dim of each factor.
+    """
+    factors = list(made.factors)
+    for name in slidings:
+        at = made.factor(name)
+        factors[at] = replace(factors[at], exchanges=_Halos(made, operands, slidings, dims, name))
+    return replace(made, factors=tuple(factors))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Halos:
+    """The exchanges of one spatial factor, by the number of its shards."""
+
+    rule: Rule
+    operands: Sequence[Aval]
+    slidings: Mapping[str, Sliding]
+    dims: Mapping[str, int]
+    name: str
+
+    def __call__(self, shards: int) -> tuple[Exchange, ...]:
+        moved = [part for part in self.slidings[self.name].parts(shards) if part.shift]
+        return tuple(self._exchange(n, part) for n in range(len(self.operands)) for part in moved)
+
+    def _exchange(self, position: int, part: Part) -> Exchange:
+        return Exchange(
+            "collective_permute",
+            (),
+            0.0,
+            self.operands[position].itemsize,
+            what=f"a halo of {part.size} {'row' if part.size == 1 else 'rows'}",
+            count=lambda local_sizes: float(part.size * self._beside(position, local_sizes)),
+        )
+
+    def _beside(self, position: int, local_sizes: Sequence[int]) -> int:
+        """Elements of one row, with the halos of the dims that have theirs already."""
+        shape = self.operands[position].shape
+        sizes = [
+            prod(local_sizes[f] for f in factors) if factors else size
+            for size, factors in zip(shape, self.rule.operands[position], strict=True)
+        ]
+        for other, sliding in self.slidings.items():
+            if other == self.name:
+                break
+            dim = self.dims[other]
+            if sizes[dim] < shape[dim]:
+                sizes[dim] = sliding.length(shape[dim] // sizes[dim])
+        return prod(size for dim, size in enumerate(sizes) if dim != self.dims[self.name])

@@ -109,8 +109,8 @@ GATHER = only(
         f32(4, 3, 16),
         TOKENS,
     ),
-    case("one row", lambda t: t[3], f32(16, 8)),
-    case("one column", lambda t, i: t[:, i], f32(4, 16), jnp.int32(9)),
+    case("one row", lambda t, i: t.at[i].get(mode="fill"), f32(16, 8), jnp.int32(9)),
+    case("one column", lambda t, i: t.at[:, i].get(mode="clip"), f32(4, 16), jnp.int32(20)),
     case("columns", lambda t, i: t[:, i], f32(4, 16), TOKENS),
     case("two indices", lambda t, i, j: t[i, j], f32(8, 16), ROWS, ROWS[::-1].copy()),
     case("two indices, clip", lambda t, i: t.at[i[0], i[1]].get(mode="clip"), f32(8, 16), STRAY),
@@ -229,7 +229,114 @@ CONVOLUTION = only(
     ),
 )
 
-CASES = [*ELEMENTWISE, *CONTRACTION, *REDUCTION, *GATHER, *SCATTER, *CONVOLUTION]
+
+def pool(reduce: Callable[..., Any], init: Any, window: int, stride: int, padding: Any) -> Any:
+    """A reduction of windows of the last dim of a matrix."""
+    if not isinstance(padding, str):
+        padding = ((0, 0), padding)
+    return lambda x: lax.reduce_window(x, init, reduce, (1, window), (1, stride), padding)
+
+
+def largest_two(left: tuple[Any, Any], right: tuple[Any, Any]) -> tuple[Any, Any]:
+    return jnp.maximum(left[0], right[0]), jnp.minimum(left[1], right[1])
+
+
+POOL = pool(lax.max, -jnp.inf, 2, 2, "VALID")
+POOL_SAME = pool(lax.max, -jnp.inf, 3, 2, "SAME")
+WINDOW = only(
+    "reduce_window reduce_window_sum reduce_window_max reduce_window_min "
+    "select_and_scatter_add select_and_gather_add",
+    case("max pool", POOL, f32(4, 16)),
+    case("max pool of negative numbers", lambda x: POOL_SAME(-abs(x)), f32(4, 16)),
+    case("min pool, padded", pool(lax.min, jnp.inf, 3, 1, (2, 0)), f32(4, 16)),
+    case("max pool of integers", pool(lax.max, jnp.iinfo(jnp.int32).min, 3, 1, "SAME"), i32(4, 16)),
+    case("sum pool, overlapping", pool(lax.add, 0.0, 3, 1, "SAME"), f32(4, 16)),
+    case("sum pool with gaps", pool(lax.add, 0.0, 2, 4, "VALID"), f32(4, 16)),
+    case("running sum", pool(lax.add, 0.0, 16, 1, (15, 0)), f32(4, 16)),
+    case("global sum pool", pool(lax.add, 0.0, 16, 1, "VALID"), f32(4, 16)),
+    case("global max pool", pool(lax.max, -jnp.inf, 16, 1, "VALID"), f32(4, 16)),
+    case(
+        "dilated windows",
+        lambda x: lax.reduce_window(
+            x, 0.0, lax.add, (1, 3), (1, 1), "SAME", base_dilation=(1, 2), window_dilation=(1, 2)
+        ),
+        f32(4, 16),
+    ),
+    case(
+        "two dims of windows",
+        lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (3, 2), (1, 2), "SAME"),
+        f32(8, 16),
+    ),
+    case(
+        "windows of two operands",
+        lambda x, y: lax.reduce_window(
+            (x, y), (-jnp.inf, jnp.inf), largest_two, (1, 3), (1, 1), "SAME"
+        ),
+        f32(4, 16),
+        f32(4, 16),
+    ),
+    case("gradient of max pool", jax.grad(lambda x: (POOL(x) ** 2).sum()), f32(4, 16)),
+    case("gradient of overlapping pool", jax.grad(lambda x: (POOL_SAME(x) ** 2).sum()), f32(4, 16)),
+    case(
+        "derivative of max pool",
+        lambda x, t: jax.jvp(POOL, (x,), (t,)),
+        f32(4, 16),
+        f32(4, 16),
+    ),
+)  # fmt: skip
+
+
+def spd(x: Any) -> Any:
+    """A symmetric positive definite matrix for each one in a batch."""
+    return x @ x.mT + 4 * jnp.eye(x.shape[-1])
+
+
+LINALG = only(
+    "cholesky cholesky_update eigh fft geqrf hessenberg householder_product lu "
+    "lu_pivots_to_permutation qr schur svd symmetric_product triangular_solve tridiagonal "
+    "tridiagonal_solve",
+    case("cholesky", lambda x: lax.linalg.cholesky(spd(x), symmetrize_input=False), f32(2, 8, 4, 4)),
+    case("qr", lambda x: lax.linalg.qr(x, full_matrices=False), f32(8, 4, 4)),
+    case("eigh", lambda x: lax.linalg.eigh(spd(x), symmetrize_input=False), f32(8, 4, 4)),
+    case("svd", lambda x: lax.linalg.svd(x, full_matrices=False), f32(8, 4, 4)),
+    case("singular values", lambda x: lax.linalg.svd(x, compute_uv=False), f32(8, 4, 4)),
+    case("lu", lambda x: lax.linalg.lu(x), f32(8, 4, 4)),
+    case("schur", lambda x: lax.linalg.schur(spd(x)), f32(8, 4, 4)),
+    case("hessenberg", lambda x: lax.linalg.hessenberg(x), f32(8, 4, 4)),
+    case("tridiagonal", lambda x: lax.linalg.tridiagonal(spd(x)), f32(8, 4, 4)),
+    case("householder", lambda x, t: lax.linalg.householder_product(x, t), f32(8, 4, 4), f32(8, 4)),
+    case("symmetric product", lambda x, y: lax.linalg.symmetric_product(x, y), f32(8, 4, 4), f32(8, 4, 4)),
+    *(
+        case(
+            f"triangular solve, {'left' if left else 'right'}",
+            lambda a, b, left=left: lax.linalg.triangular_solve(
+                jnp.tril(a) / 4 + jnp.eye(4), b, left_side=left, lower=True
+            ),
+            f32(8, 4, 4),
+            f32(8, 4, 8) if left else f32(8, 8, 4),
+        )
+        for left in (True, False)
+    ),
+    case(
+        "tridiagonal solve",
+        lambda d, b: lax.linalg.tridiagonal_solve(d / 8, 2 + abs(d), d / 8, b),
+        f32(8, 4),
+        f32(8, 4, 8),
+    ),
+    case("fft", lambda x: jnp.fft.fft(x), sds(jnp.complex64, 8, 4)),
+    case("real fft and back", lambda x: jnp.fft.irfft2(jnp.fft.rfft2(x)), f32(8, 4, 4)),
+)  # fmt: skip
+
+CASES = [
+    *ELEMENTWISE,
+    *CONTRACTION,
+    *REDUCTION,
+    *GATHER,
+    *SCATTER,
+    *CONVOLUTION,
+    *WINDOW,
+    *LINALG,
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
