@@ -5,6 +5,8 @@ per tensor one for how it is laid out, tables of what moving an operand costs, a
 backward ladder, and an optimizer's equations for every parameter behind one global norm.
 
     python benchmarks/bench_elimination.py [layers ...]
+
+Times are of the CPU, since the solver is one thread.
 """
 
 import itertools
@@ -284,9 +286,9 @@ def training_step(layers, sets=False):
 
 
 def seconds(call):
-    start = time.perf_counter()
+    start = time.process_time()
     call()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def report(name, program):

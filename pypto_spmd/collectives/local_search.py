@@ -25,20 +25,19 @@ def improve(problem: Problem, labels: Sequence[int], doubtful: Collection[int]) 
     Args:
         problem: the problem.
         labels: the labelling to start from.
-        doubtful: the variables near which larger windows are tried.
+        doubtful: the variables at which to begin.
 
     Returns:
         A labelling that costs no more.
     """
     if problem.cost(labels) == math.inf:
+        counts = {
+            table: intern_table(np.where(np.isfinite(table.array), 0.0, 1.0))
+            for table in {table for _, table in problem.tables}
+        }
         broken = Problem(
             problem.domain_sizes,
-            tuple(
-                [
-                    (scope, intern_table(np.where(np.isfinite(table.array), 0.0, 1.0)))
-                    for scope, table in problem.tables
-                ]
-            ),
+            tuple([(scope, counts[table]) for scope, table in problem.tables]),
         )
         start, labels = labels, _descend(broken, labels, doubtful)
         if broken.cost(labels):
@@ -53,7 +52,7 @@ def _descend(problem: Problem, labels: Sequence[int], doubtful: Collection[int])
         for variable in scope:
             tables_of[variable].append(index)
     for size in WINDOWS:
-        seeds = sorted(doubtful) if size > 1 else list(range(len(labels)))
+        seeds = sorted(doubtful)
         for _ in range(ROUNDS):
             changed: set[int] = set()
             covered: set[int] = set()

@@ -8,7 +8,6 @@ of its own and its neighbours' labels, the least cost of *everything* rather tha
 
 import math
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +15,8 @@ import numpy as np
 from pypto_spmd.collectives import min_plus
 from pypto_spmd.collectives.elimination import solve
 from pypto_spmd.collectives.infeasibility import conflict
-from pypto_spmd.collectives.labelling import Infeasible, Problem, SearchFailed
+from pypto_spmd.collectives.labelling import Infeasible, Problem
+from pypto_spmd.collectives.local_search import improve
 from pypto_spmd.collectives.min_plus import intern_table
 from pypto_spmd.collectives.network import MAX_ENTRIES, Contradiction, Network, Step
 
@@ -33,10 +33,11 @@ def min_marginals(
 
     Returns:
         For each variable, (labels,): least cost by label, inf where the label is impossible. If
-        larger tables than ``max_entries`` were needed, costs of the best labellings found instead.
+        larger tables than ``max_entries`` were needed, the costs of the best labellings found.
 
     Raises:
         Infeasible: no labelling has a finite cost.
+        SearchFailed: the problem is too wide, and no labelling of finite cost was found.
     """
     try:
         network = Network(problem, exempt=variables)
@@ -44,7 +45,8 @@ def min_marginals(
     except Contradiction as contradiction:
         raise Infeasible(conflict(problem, contradiction.variable, max_entries)) from None
     if not exact:
-        return {v: _clamped(problem, v, max_entries) for v in variables}
+        labels = solve(problem, max_entries=max_entries).labels
+        return {variable: _searched(problem, variable, labels) for variable in variables}
     optimum = math.fsum(network.constants)
     marginals = {v: np.full(problem.domain_sizes[v], optimum) for v in variables}
     steps = network.steps
@@ -104,13 +106,13 @@ def _least(costs: np.ndarray, axes: tuple[int, ...], kept: tuple[int, ...]) -> n
     return reduced.transpose([left.index(variable) for variable in kept])
 
 
-def _clamped(problem: Problem, variable: int, max_entries: int) -> np.ndarray:
-    """The cost found for each label of a variable when the problem is solved with it fixed."""
+def _searched(problem: Problem, variable: int, labels: Sequence[int]) -> np.ndarray:
+    """The cost found for each label of a variable by changing a good labelling near it."""
     costs = np.full(problem.domain_sizes[variable], math.inf)
     for label in range(len(costs)):
         only = np.full(len(costs), math.inf)
         only[label] = 0.0
         fixed = replace(problem, tables=(*problem.tables, ((variable,), intern_table(only))))
-        with suppress(Infeasible, SearchFailed):
-            costs[label] = solve(fixed, max_entries=max_entries).cost
+        start = [*labels[:variable], label, *labels[variable + 1 :]]
+        costs[label] = fixed.cost(improve(fixed, start, [variable]))
     return costs

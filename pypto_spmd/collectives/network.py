@@ -187,10 +187,14 @@ class Network:
         self.order()
         while (variable := self.lightest()) is not None:
             if self._weights[variable] > EASY_ENTRIES:
-                heappush(self._heap, (self._weights[variable], variable))
                 if plan is None:
                     plan = iter(self.plan())
-                variable = next(v for v in plan if self._alive[v] and self._incident[v])
+                planned = next((v for v in plan if self._alive[v] and self._incident[v]), variable)
+                if self.message_entries(planned) > max_entries:
+                    plan = iter(())  # where all is too wide, smallest first gives better bounds
+                elif planned != variable:
+                    heappush(self._heap, (self._weights[variable], variable))
+                    variable = planned
             if self.message_entries(variable) <= max_entries:
                 self.eliminate(variable)
             else:
