@@ -25,6 +25,7 @@ from pypto_spmd.collectives.objective import (
     Mobility,
     Objective,
     Option,
+    mobility,
     move_cost,
     preference_table,
     read_cost,
@@ -166,7 +167,7 @@ class AxisProblem:
         if hold == 1.0:
             return [FREE] * len(dims)
         if not self.data:
-            held = Mobility(gather=hold)
+            held = mobility(gather=hold)
             state_only = self._state_only()
             return [held if t in state_only else FREE for t in range(len(dims))]
         experts = self.state & self.facts.batched
@@ -182,7 +183,7 @@ class AxisProblem:
                     if (data and other_expert) or (expert and other_data)
                 )
                 is_data = any(data for data, _ in kinds)
-                made[kinds] = Mobility(hold, hold, pairs) if is_data else FREE
+                made[kinds] = mobility(hold, hold, pairs) if is_data else FREE
             found.append(made[kinds])
         return found
 
@@ -210,14 +211,12 @@ class AxisProblem:
     # Sizes -------------------------------------------------------------------------------------
 
     def _given_bytes(self, tensor: int, given: Layout) -> float:
-        aval = self.graph.avals[tensor]
         pieces = prod(self.request.axis_sizes[name] for name in given.axes - {self.axis})
-        return prod(aval.shape) * aval.itemsize / pieces
+        return self.facts.bytes[tensor] / pieces
 
     def _stored_bytes(self, tensor: int) -> float:
         """Bytes of a stored tensor, local to the other axes."""
-        aval = self.graph.avals[tensor]
-        size = prod(aval.shape) * aval.itemsize
+        size = float(self.facts.bytes[tensor])
         for theirs, n in zip(self.others, self.other_sizes, strict=True):
             if theirs.stored[tensor][0].kind == "S":
                 size /= n
@@ -308,7 +307,7 @@ class AxisProblem:
     def _add_equation(self, index: int, known: EquationFacts) -> None:
         found = self.choice_lists[index]
         equation = known.equation
-        domains, mobility = self.domains, self.mobility
+        domains, moves = self.domains, self.mobility
         reads, outputs = known.reads, equation.outputs
         if (
             len(found) == 1
@@ -326,10 +325,10 @@ class AxisProblem:
             self.size,
             known.block.weight,
             self.objective.work,
-            tuple((positions, domains[t], mobility[t]) for t, positions in reads),
-            tuple((domains[t], mobility[t]) for t in outputs),
-            tuple(self.graph.avals[t] for t, _ in reads),
-            tuple(self.graph.avals[t] for t in outputs),
+            tuple((positions, domains[t], moves[t]) for t, positions in reads),
+            tuple((domains[t], moves[t]) for t in outputs),
+            tuple(self.facts.bytes[t] for t, _ in reads),
+            tuple(self.facts.bytes[t] for t in outputs),
         )
         work, read_tables, store_tables = bundle
         if work is not None:
@@ -394,14 +393,14 @@ class AxisProblem:
             if isinstance(atom, Constant):
                 labels[-1] = labels[-1] or R
                 continue
-            domain, mobility = self.domains[atom], self.mobility[atom]
+            domain, moves = self.domains[atom], self.mobility[atom]
             if given is None:
                 size = self._stored_bytes(atom)
                 targets = [o[0] for o in domain if o[0].kind != "P"]
             else:
                 size = self._given_bytes(atom, given)
                 targets = [given.label(self.axis)]
-            cost = tuple(min(read_cost(o, t, size, self.size, mobility) for t in targets) for o in domain)
+            cost = tuple(min(read_cost(o, t, size, self.size, moves) for t in targets) for o in domain)
             if any(cost):
                 self.tables.append(((atom,), _unary(cost)))
         return labels
@@ -428,11 +427,11 @@ class AxisProblem:
 
     def _free_output(self, atom: Atom, result: AxisLabels) -> Label:
         option = result.stored[atom]
-        size, mobility = self._stored_bytes(atom), self.mobility[atom]
+        size, moves = self._stored_bytes(atom), self.mobility[atom]
         targets = [o[0] for o in self.domains[atom] if o[0].kind != "P"]
 
         def preference(target: Label) -> tuple[float, bool, int]:
-            cost = read_cost(option, target, size, self.size, mobility)
+            cost = read_cost(option, target, size, self.size, moves)
             return cost, target not in option, targets.index(target)
 
         return min(targets, key=preference)
@@ -556,28 +555,27 @@ def _equation_tables(
     work: float,
     reads: tuple[tuple[tuple[int, ...], tuple[Option, ...], Mobility], ...],
     results: tuple[tuple[tuple[Option, ...], Mobility], ...],
-    read_avals: tuple[object, ...],
-    result_avals: tuple[object, ...],
+    read_bytes: tuple[int, ...],
+    result_bytes: tuple[int, ...],
 ) -> tuple[Table | None, tuple[Table | None, ...], tuple[Table | None, ...]]:
     """The tables of one equation: of its choice, and of its choice with each operand and result."""
 
-    def local_bytes(aval, labels) -> float:
-        pieces = prod(n for label, n in zip(labels, sizes, strict=True) if label.kind == "S")
-        return prod(aval.shape) * aval.itemsize / pieces
+    def local_bytes(whole: int, labels: list[Label]) -> float:
+        return whole / prod(n for label, n in zip(labels, sizes, strict=True) if label.kind == "S")
 
     read_tables = []
     operand_bytes = 0.0
-    for (positions, options, mobility), aval in zip(reads, read_avals, strict=True):
-        size = tuple(local_bytes(aval, [c.operands[p] for c in theirs]) for p in positions)
+    for (positions, options, moves), whole in zip(reads, read_bytes, strict=True):
+        size = tuple(local_bytes(whole, [c.operands[p] for c in theirs]) for p in positions)
         operand_bytes += sum(size)
         targets = tuple(tuple(c.operands[p] for p in positions) for c in found)
-        table = read_table(options, targets, size, axis_size, mobility, weight)
+        table = read_table(options, targets, size, axis_size, moves, weight)
         read_tables.append(table if table.array.any() else None)
     store_tables = []
-    for position, ((options, mobility), aval) in enumerate(zip(results, result_avals, strict=True)):
-        size = local_bytes(aval, [c.results[position] for c in theirs])
+    for position, ((options, moves), whole) in enumerate(zip(results, result_bytes, strict=True)):
+        size = local_bytes(whole, [c.results[position] for c in theirs])
         made = tuple(c.results[position] for c in found)
-        table = store_table(options, made, size, axis_size, mobility, weight)
+        table = store_table(options, made, size, axis_size, moves, weight)
         store_tables.append(table if table.array.any() else None)
     local = _local_sizes(rule, theirs, sizes)
     costs = []

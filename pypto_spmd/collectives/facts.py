@@ -5,6 +5,7 @@ keyed by small things that repeat: rules, classes of dims, weights.
 """
 
 from dataclasses import dataclass
+from math import prod
 
 from pypto_spmd.collectives.classes import DimClasses, dim_classes, factor_dims
 from pypto_spmd.collectives.graph import Block, Equation, Graph
@@ -37,6 +38,7 @@ class GraphFacts:
         graph: the graph.
         classes: its classes of dims.
         dims: for each tensor the classes of its dims.
+        bytes: for each tensor its bytes, whole.
         equations: all equations with a rule, by equation index.
         loops: all loops with the block they stand in and their links.
         order: all equations with their blocks, in program order.
@@ -47,6 +49,7 @@ class GraphFacts:
     graph: Graph
     classes: DimClasses
     dims: tuple[tuple[int, ...], ...]
+    bytes: tuple[int, ...]
     equations: dict[int, EquationFacts]
     loops: tuple[tuple[Equation, Block, tuple[Link, ...]], ...]
     order: tuple[tuple[Equation, Block], ...]
@@ -74,7 +77,8 @@ def read_graph(graph: Graph) -> GraphFacts:
             equation, block, tuple(reads.items()), _factor_classes(equation, dims)
         )
     batched = frozenset(c for known in equations.values() for c in _batch_classes(known))
-    return GraphFacts(graph, classes, dims, equations, tuple(loops), order, batched)
+    sizes = tuple(prod(aval.shape) * aval.itemsize for aval in graph.avals)
+    return GraphFacts(graph, classes, dims, sizes, equations, tuple(loops), order, batched)
 
 
 def _batch_classes(known: EquationFacts):

@@ -57,9 +57,9 @@ OBJECTIVES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Mobility:
-    """By how much each kind of move of one tensor is made dearer on one axis.
+    """By how much each kind of move of one tensor is made dearer on one axis; made by `mobility`.
 
     Args:
         gather: AllGather and AllToAll.
@@ -72,7 +72,15 @@ class Mobility:
     free_pairs: tuple[tuple[int, int], ...] = ()
 
 
-FREE = Mobility()
+@lru_cache(maxsize=None)
+def mobility(
+    gather: float = 1.0, reduce: float = 1.0, free_pairs: tuple[tuple[int, int], ...] = ()
+) -> Mobility:
+    """The one `Mobility` with these weights."""
+    return Mobility(gather, reduce, free_pairs)
+
+
+FREE = mobility()
 """Of a tensor that may be moved at the price of its bytes."""
 
 Option = tuple[Label, ...]

@@ -21,37 +21,62 @@ IDEMPOTENT = frozenset({"max", "min", "or", "and"})
 """Reductions of which a replicated tensor already is a valid partial: max(x, x) = x."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
 class Label:
-    """What one mesh axis does to one tensor; make one with `R`, `S(dim)` or `P(op)`."""
+    """What one mesh axis does to one tensor; made by `R`, `S(dim)` and `P(op)`, one object a label.
+
+    Inference compares and hashes labels millions of times, so equal labels are the same object.
+
+    Attributes:
+        kind: "R", "S" or "P".
+        dim: the dim that is split, -1 unless the kind is "S".
+        op: the reduction, "" unless the kind is "P".
+    """
+
+    __slots__ = ("dim", "kind", "op")
 
     kind: str
-    dim: int = -1
-    op: str = ""
+    dim: int
+    op: str
 
-    def __str__(self) -> str:
+    def __new__(cls, kind: str, dim: int = -1, op: str = "") -> "Label":
+        return _label(kind, dim, op)
+
+    def __lt__(self, other: "Label") -> bool:
+        return (self.kind, self.dim, self.op) < (other.kind, other.dim, other.op)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("a Label does not change")
+
+    def __reduce__(self) -> tuple[type["Label"], tuple[str, int, str]]:
+        return Label, (self.kind, self.dim, self.op)
+
+    def __repr__(self) -> str:
         if self.kind == "R":
             return "R"
         return f"S({self.dim})" if self.kind == "S" else f"P({self.op})"
 
-    __repr__ = __str__
+
+@lru_cache(maxsize=None)
+def _label(kind: str, dim: int, op: str) -> Label:
+    label = object.__new__(Label)
+    for name, value in (("kind", kind), ("dim", dim), ("op", op)):
+        object.__setattr__(label, name, value)
+    return label
 
 
 R = Label("R")
 
 
-@lru_cache(maxsize=None)
 def S(dim: int) -> Label:
     """The label of a tensor whose dim `dim` is split over the axis."""
-    return Label("S", dim=dim)
+    return _label("S", dim, "")
 
 
-@lru_cache(maxsize=None)
 def P(op: str = "sum") -> Label:
     """The label of a tensor whose value is the `op`-reduction over the axis."""
     if op not in REDUCTIONS:
         raise ValueError(f"unknown reduction {op!r}; known: {', '.join(REDUCTIONS)}")
-    return Label("P", op=op)
+    return _label("P", -1, op)
 
 
 @dataclass(frozen=True, slots=True)

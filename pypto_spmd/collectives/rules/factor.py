@@ -153,9 +153,9 @@ class Rule:
         return "_" if not names else names[0] if len(names) == 1 else "(" + " ".join(names) + ")"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """One legal labelling of an equation on one mesh axis.
+    """One legal labelling of an equation on one mesh axis; one object a rule and labelling.
 
     Args:
         operands: label of each operand.
@@ -181,17 +181,26 @@ def choices(rule: Rule, local_sizes: tuple[int, ...], axis_size: int) -> tuple[C
         local_sizes: for each factor its size on one device, the other axes' splits counted.
         axis_size: size of the mesh axis.
     """
-    found = [Choice((R,) * len(rule.operands), (R,) * len(rule.results))]
-    for index, factor in enumerate(rule.factors):
+    whole, linear = _unsplit_choices(rule)
+    found = [whole]
+    for index in range(len(rule.factors)):
         if _may_split(rule, index, local_sizes, axis_size):
-            choice = _split_choice(rule, index, factor)
+            choice = _split_choice(rule, index)
             if choice is not None:
                 found.append(choice)
+    return (*found, *linear)
+
+
+@lru_cache(maxsize=None)
+def _unsplit_choices(rule: Rule) -> tuple[Choice, tuple[Choice, ...]]:
+    """All replicated; and the linear groups, each for each of its reductions."""
+    whole = Choice((R,) * len(rule.operands), (R,) * len(rule.results))
+    linear = []
     for index, group in enumerate(rule.linear):
         for op in group.ops:
             operands = tuple(P(op) if i in group.operands else R for i in range(len(rule.operands)))
-            found.append(Choice(operands, (P(op),) * len(rule.results), linear=index, op=op))
-    return tuple(found)
+            linear.append(Choice(operands, (P(op),) * len(rule.results), linear=index, op=op))
+    return whole, tuple(linear)
 
 
 def _may_split(rule: Rule, index: int, local_sizes: Sequence[int], axis_size: int) -> bool:
@@ -207,7 +216,9 @@ def _may_split(rule: Rule, index: int, local_sizes: Sequence[int], axis_size: in
     return True
 
 
-def _split_choice(rule: Rule, index: int, factor: Factor) -> Choice | None:
+@lru_cache(maxsize=None)
+def _split_choice(rule: Rule, index: int) -> Choice | None:
+    factor = rule.factors[index]
     operands, results = [], []
     for position, dims in enumerate(rule.operands):
         at = [d for d, dim in enumerate(dims) if index in dim]
