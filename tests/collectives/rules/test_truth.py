@@ -110,7 +110,6 @@ GATHER = only(
         TOKENS,
     ),
     case("one row", lambda t, i: t.at[i].get(mode="fill"), f32(16, 8), jnp.int32(9)),
-    case("one column", lambda t, i: t.at[:, i].get(mode="clip"), f32(4, 16), jnp.int32(20)),
     case("columns", lambda t, i: t[:, i], f32(4, 16), TOKENS),
     case("two indices", lambda t, i, j: t[i, j], f32(8, 16), ROWS, ROWS[::-1].copy()),
     case("two indices, clip", lambda t, i: t.at[i[0], i[1]].get(mode="clip"), f32(8, 16), STRAY),
