@@ -5,11 +5,12 @@ through and be reduced later, and for which reductions they are monotone.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from pypto_spmd.collectives.rules.factor import Linear, Rule, factor_rule
+from pypto_spmd.collectives.rules.factor import Linear, Rule, factor_rule, whole_rule
 from pypto_spmd.collectives.rules.moving import dim_names, is_inexact, moves
 from pypto_spmd.collectives.rules.registry import Aval, rule
 
@@ -90,6 +91,15 @@ for _name, _groups in (_LINEAR | _MONOTONE).items():
 @rule("copy", "stop_gradient", "name")
 def _identity(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ...]) -> Rule:
     return elementwise(ins, outs, moves({0}, ins[0].dtype))
+
+
+@rule("device_put")
+def _device_put(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ...]) -> Rule:
+    # Inside one program all is on the mesh already.
+    if len(ins) > 1:
+        return whole_rule([a.shape for a in ins], [a.shape for a in outs], "several arrays at once")
+    made = elementwise(ins, outs, moves({0}, ins[0].dtype))
+    return replace(made, bind=lambda ctx, x: [x])
 
 
 @rule("div")
