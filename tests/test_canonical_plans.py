@@ -77,7 +77,9 @@ MLP_TENSOR_PARALLEL = {"up": COLUMN, "down": ROW}
 ATTENTION_TENSOR_PARALLEL = {"q": COLUMN, "k": COLUMN, "v": COLUMN, "o": ROW}
 
 
-def plan_step(mesh: DeviceMesh, loss: Any, specs: Any, batch_spec: Any, shapes: Any, *batch: Any) -> CommPlan:
+def plan_step(
+    mesh: DeviceMesh, loss: Any, specs: Any, batch_spec: Any, shapes: Any, *batch: Any
+) -> CommPlan:
     decorated = spmd(
         descend(loss),
         mesh=mesh,
@@ -108,7 +110,9 @@ def test_data_parallel(spmd_mesh, size, examples):
 
 
 def test_fully_sharded(spmd_mesh, size, examples):
-    plan = plan_step(spmd_mesh, mlp_loss, P("data"), P("data"), mlp_shapes(size), examples, examples)
+    plan = plan_step(
+        spmd_mesh, mlp_loss, P("data"), P("data"), mlp_shapes(size), examples, examples
+    )
     plan.assert_counts(all_gather=2, reduce_scatter=2, all_reduce=1)
 
 
@@ -121,7 +125,9 @@ def test_tensor_parallel(spmd_mesh, size, examples):
 
 def test_data_and_tensor_parallel(spmd_mesh, size, examples):
     shapes = mlp_shapes(size)
-    plan = plan_step(spmd_mesh, mlp_loss, MLP_TENSOR_PARALLEL, P("data"), shapes, examples, examples)
+    plan = plan_step(
+        spmd_mesh, mlp_loss, MLP_TENSOR_PARALLEL, P("data"), shapes, examples, examples
+    )
     plan.assert_counts(all_reduce=3)
     assert [step.axes for step in plan.steps].count(("model",)) == 1
 
@@ -140,7 +146,11 @@ def test_optimizer_state_split(spmd_mesh, size, examples):
         first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, moments["first"], gradients)
         second = jax.tree.map(lambda m, g: 0.99 * m + 0.01 * g * g, moments["second"], gradients)
         update = lambda p, m, v: p - 0.1 * m / (jnp.sqrt(v) + 1e-8)  # noqa: E731
-        return jax.tree.map(update, params, first, second), {"first": first, "second": second}, value
+        return (
+            jax.tree.map(update, params, first, second),
+            {"first": first, "second": second},
+            value,
+        )
 
     shapes = mlp_shapes(size)
     decorated = spmd(
@@ -165,7 +175,10 @@ def test_gradient_accumulation_reduces_once(spmd_mesh, size, examples):
 
     many = floats(4, *examples.shape)
     decorated = spmd(
-        accumulate, mesh=spmd_mesh, in_shardings=[P(), P(None, "data"), P(None, "data")], out_shardings=P()
+        accumulate,
+        mesh=spmd_mesh,
+        in_shardings=[P(), P(None, "data"), P(None, "data")],
+        out_shardings=P(),
     )
     plan = decorated.plan(mlp_shapes(size), many, many)
     plan.assert_counts(all_reduce=1)
@@ -179,9 +192,7 @@ def test_clipping_by_global_norm_costs_one_scalar(spmd_mesh, size, examples):
         scale = jnp.minimum(1.0, 1.0 / norm)
         return jax.tree.map(lambda p, g: p - 0.1 * scale * g, params, gradients)
 
-    decorated = spmd(
-        clipped, mesh=spmd_mesh, in_shardings=[P("data")] * 3, out_shardings=P("data")
-    )
+    decorated = spmd(clipped, mesh=spmd_mesh, in_shardings=[P("data")] * 3, out_shardings=P("data"))
     plan = decorated.plan(mlp_shapes(size), examples, examples)
     plan.assert_counts(all_gather=2, reduce_scatter=2, all_reduce=1)
     (norm,) = [step for step in plan.steps if step.kind == "all_reduce"]

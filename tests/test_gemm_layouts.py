@@ -24,7 +24,9 @@ SPECS = [
 COMBINATIONS = list(itertools.product(SPECS, repeat=3))
 
 
-def check(mesh: DeviceMesh, a_spec: PartitionSpec, b_spec: PartitionSpec, c_spec: PartitionSpec) -> None:
+def check(
+    mesh: DeviceMesh, a_spec: PartitionSpec, b_spec: PartitionSpec, c_spec: PartitionSpec
+) -> None:
     draw = np.random.default_rng(0)
     a = draw.normal(size=(M, K)).astype(np.float32)
     b = draw.normal(size=(K, N)).astype(np.float32)

@@ -112,10 +112,18 @@ class Layouts:
         inner = self.stored(link.target)
         owners, partial = [], []
         for axis, op in inner.partial:
-            option = self.labelling.axes[axis].stored[link.source] if isinstance(link.source, int) else ()
+            option = (
+                self.labelling.axes[axis].stored[link.source]
+                if isinstance(link.source, int)
+                else ()
+            )
             held = op == "sum" and any(m == stack_labels(P("sum"))[1] for m in option)
             (owners if held else partial).append((axis, op))
-        order = self.tensor_order.get(link.source, self.axes) if isinstance(link.source, int) else self.axes
+        order = (
+            self.tensor_order.get(link.source, self.axes)
+            if isinstance(link.source, int)
+            else self.axes
+        )
         leading = tuple(a for a in order if a in dict(owners))
         return Layout((leading, *inner.dims), tuple(partial))
 
@@ -232,7 +240,15 @@ class _Nesting:
             )
 
     def _add_pair(
-        self, variable, tensor, layout, labels: Labels, weight: float, *, reading: bool, equation: Equation
+        self,
+        variable,
+        tensor,
+        layout,
+        labels: Labels,
+        weight: float,
+        *,
+        reading: bool,
+        equation: Equation,
     ) -> None:
         """A table (order of the equation, order of the tensor)."""
         layouts = self.layouts
@@ -295,8 +311,14 @@ class _Nesting:
     def _add_ends(self) -> None:
         """Arguments and results whose layout is given."""
         request = self.layouts.request
-        ends = [*zip(self.graph.block.inputs, request.inputs, [False] * len(request.inputs), strict=True)]
-        ends += zip(self.graph.block.outputs, request.outputs, [True] * len(request.outputs), strict=True)
+        ends = [
+            *zip(
+                self.graph.block.inputs, request.inputs, [False] * len(request.inputs), strict=True
+            )
+        ]
+        ends += zip(
+            self.graph.block.outputs, request.outputs, [True] * len(request.outputs), strict=True
+        )
         for atom, given, leaving in ends:
             variable = self.tensor_variable.get(atom) if isinstance(atom, int) else None
             if variable is None or given is None:
@@ -320,4 +342,3 @@ def tensor_needs_order(layouts: Layouts, tensor: int) -> bool:
             return True
         seen |= dims
     return False
-

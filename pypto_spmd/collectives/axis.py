@@ -126,7 +126,10 @@ class AxisProblem:
         slot = self._variable(len(labels))
         size = self._stored_bytes(tensor)
         rows = [
-            [store_cost(label, o, size, self.size, self.mobility[tensor]) for o in self.domains[tensor]]
+            [
+                store_cost(label, o, size, self.size, self.mobility[tensor])
+                for o in self.domains[tensor]
+            ]
             for label in labels
         ]
         self.tables.append(((slot, tensor), intern_table(np.array(rows))))
@@ -143,7 +146,9 @@ class AxisProblem:
         self.data: set[int] = set()
         self.state: set[int] = set()
         block = self.graph.block
-        for tensor, layout, state in zip(block.inputs, request.inputs, request.is_state, strict=True):
+        for tensor, layout, state in zip(
+            block.inputs, request.inputs, request.is_state, strict=True
+        ):
             label = layout.label(self.axis) if layout is not None else R
             if label.kind == "S":
                 self.asked.add(dims[tensor][label.dim])
@@ -354,7 +359,9 @@ class AxisProblem:
             if isinstance(atom, int):
                 times = block.weight if block is not None else weight
                 size = self._stored_bytes(atom)
-                cost = tuple(times * read_cost(o, R, size, self.size, FREE) for o in self.domains[atom])
+                cost = tuple(
+                    times * read_cost(o, R, size, self.size, FREE) for o in self.domains[atom]
+                )
                 self.tables.append(((atom,), _unary(cost)))
 
     def _add_inputs(self, free_input: int) -> list[Label | None]:
@@ -400,7 +407,9 @@ class AxisProblem:
             else:
                 size = self._given_bytes(atom, given)
                 targets = [given.label(self.axis)]
-            cost = tuple(min(read_cost(o, t, size, self.size, moves) for t in targets) for o in domain)
+            cost = tuple(
+                min(read_cost(o, t, size, self.size, moves) for t in targets) for o in domain
+            )
             if any(cost):
                 self.tables.append(((atom,), _unary(cost)))
         return labels
@@ -489,7 +498,11 @@ def _local_sizes(rule: Rule, theirs: tuple[Choice, ...], sizes: tuple[int, ...])
 
 @lru_cache(maxsize=100_000)
 def _choice_list(
-    rule: Rule, theirs: tuple[Choice, ...], sizes: tuple[int, ...], mask: tuple[bool, ...], axis_size: int
+    rule: Rule,
+    theirs: tuple[Choice, ...],
+    sizes: tuple[int, ...],
+    mask: tuple[bool, ...],
+    axis_size: int,
 ) -> tuple[Choice, ...]:
     """What an equation may choose: split first, since of equal costs the first is taken."""
     found = choices(rule, _local_sizes(rule, theirs, sizes), axis_size)

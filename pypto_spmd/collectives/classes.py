@@ -65,7 +65,9 @@ def dim_classes(graph: Graph) -> DimClasses:
                 rank = len(graph.avals[link.target].shape)
                 shift = link.source_shift
                 for dim in range(min(rank, rank + shift)):
-                    source_dim, target_dim = (dim + shift, dim) if shift >= 0 else (dim, dim - shift)
+                    source_dim, target_dim = (
+                        (dim + shift, dim) if shift >= 0 else (dim, dim - shift)
+                    )
                     classes.join((link.source, source_dim), (link.target, target_dim))
     return classes
 

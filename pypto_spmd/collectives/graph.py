@@ -202,7 +202,9 @@ class _Builder:
         self.avals.append(aval)
         return len(self.avals) - 1
 
-    def bind_consts(self, jaxpr: Jaxpr, consts: Sequence[Any], environment: dict[JaxVar, Atom]) -> None:
+    def bind_consts(
+        self, jaxpr: Jaxpr, consts: Sequence[Any], environment: dict[JaxVar, Atom]
+    ) -> None:
         for var, value in zip(getattr(jaxpr, "constvars", ()), consts, strict=True):
             environment[var] = Constant(value, aval_of(var))
 
@@ -234,7 +236,9 @@ class _Builder:
         self, eqn: JaxprEqn, inputs: tuple[Atom, ...], place: _Place, equations: list[Equation]
     ) -> tuple[Atom, ...]:
         jaxpr, consts = _open(eqn.params[_INLINED[eqn.primitive.name]])
-        if eqn.primitive.name in ("remat", "remat2", "checkpoint") and eqn.params.get("differentiated"):
+        if eqn.primitive.name in ("remat", "remat2", "checkpoint") and eqn.params.get(
+            "differentiated"
+        ):
             # Without the barrier XLA would merge the recomputation with the first computation.
             inputs = self.barrier(inputs, place, equations)
         environment: dict[JaxVar, Atom] = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -308,7 +312,14 @@ class _Builder:
         results = tuple(self.new(a) for a in outs)
         equations.append(
             Equation(
-                self.next(), eqn.primitive, eqn.params, inputs, results, rule, place.source, place.scope
+                self.next(),
+                eqn.primitive,
+                eqn.params,
+                inputs,
+                results,
+                rule,
+                place.source,
+                place.scope,
             )
         )
         if key is not None:
@@ -322,7 +333,10 @@ class _Builder:
             counts = _scan_counts(eqn, body)
             bodies: tuple[Block, ...] = (body,)
         elif eqn.primitive.name == "while":
-            bodies = (self.body(eqn.params["cond_jaxpr"], place), self.body(eqn.params["body_jaxpr"], place))
+            bodies = (
+                self.body(eqn.params["cond_jaxpr"], place),
+                self.body(eqn.params["body_jaxpr"], place),
+            )
             cond_consts, body_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
             counts = (cond_consts, body_consts, len(inputs) - cond_consts - body_consts)
         else:
@@ -330,7 +344,16 @@ class _Builder:
             counts = ()
         results = tuple(self.new(aval_of(v)) for v in eqn.outvars)
         return Equation(
-            index, eqn.primitive, eqn.params, inputs, results, None, place.source, place.scope, bodies, counts
+            index,
+            eqn.primitive,
+            eqn.params,
+            inputs,
+            results,
+            None,
+            place.source,
+            place.scope,
+            bodies,
+            counts,
         )
 
     def body(self, closed: Any, place: _Place) -> Block:
@@ -387,7 +410,9 @@ def _scan_counts(eqn: JaxprEqn, body: Block) -> tuple[int, int, int]:
     """How many operands of a scan are consts, carry and xs, told by rank: only xs and ys gain a dim."""
     jaxpr, _ = _open(eqn.params["jaxpr"])
     rank = lambda v: len(getattr(v.aval, "shape", ()))  # noqa: E731
-    xs = sum(rank(outer) > rank(inner) for outer, inner in zip(eqn.invars, jaxpr.invars, strict=True))
+    xs = sum(
+        rank(outer) > rank(inner) for outer, inner in zip(eqn.invars, jaxpr.invars, strict=True)
+    )
     carry = sum(
         rank(outer) == rank(inner) for outer, inner in zip(eqn.outvars, jaxpr.outvars, strict=True)
     )
@@ -433,7 +458,13 @@ def _has_effects(equation: Equation) -> bool:
     if equation.bodies:
         return any(_has_effects(e) for b in equation.bodies for e in b.equations)
     name = equation.name
-    return "callback" in name or name in ("debug_print", "run_state", "infeed", "outfeed", "checkify")
+    return "callback" in name or name in (
+        "debug_print",
+        "run_state",
+        "infeed",
+        "outfeed",
+        "checkify",
+    )
 
 
 def _prune_loop(equation: Equation, live: set[int]) -> Equation:
@@ -456,7 +487,9 @@ def _prune_scan(equation: Equation, live: set[int]) -> Equation:
     keep = [body.inputs[i] in used for i in range(consts)] + wanted[:carry]
     keep += [body.inputs[i] in used for i in range(consts + carry, consts + carry + xs)]
     select = lambda values, mask: tuple(v for v, m in zip(values, mask, strict=True) if m)  # noqa: E731
-    pruned = replace(pruned, inputs=select(body.inputs, keep), outputs=select(pruned.outputs, wanted))
+    pruned = replace(
+        pruned, inputs=select(body.inputs, keep), outputs=select(pruned.outputs, wanted)
+    )
     counts = (sum(keep[:consts]), sum(wanted[:carry]), sum(keep[consts + carry :]))
     return replace(
         equation,

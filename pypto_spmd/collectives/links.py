@@ -93,4 +93,3 @@ def predicates(equation: Equation) -> tuple[tuple[Atom, Block | None], ...]:
     if equation.name == "cond":
         return ((equation.inputs[0], None),)
     return ()
-

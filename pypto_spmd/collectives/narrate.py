@@ -108,7 +108,11 @@ class Narrator:
         """Why a conversion is needed."""
         leg = draft.leg
         axes = " and ".join(repr(a) for a in leg.axes)
-        reader = f"{draft.reader.name} needs" if draft.reader is not None else "the result is asked for with"
+        reader = (
+            f"{draft.reader.name} needs"
+            if draft.reader is not None
+            else "the result is asked for with"
+        )
         dims = ", ".join(str(d) for d in leg.dims)
         if leg.kind in ("all_reduce", "reduce_scatter"):
             why = self._partial_reason(draft.tensor, leg.axes, leg.op)
@@ -142,7 +146,9 @@ class Narrator:
             what = "indexed"
         elif "scatter" in equation.name:
             what = "scattered"
-        return f"{what} {dims[0] if dims else 'dim'} of {equation.name} is split over {names}, {held}"
+        return (
+            f"{what} {dims[0] if dims else 'dim'} of {equation.name} is split over {names}, {held}"
+        )
 
     def _origin(self, tensor: int, axis: str) -> tuple[Equation, int] | None:
         """The equation that left `tensor` partial over `axis`, and its split factor."""
@@ -189,8 +195,13 @@ def _layer(scope: str) -> str:
 
 def _short(dtype: object) -> str:
     text = str(dtype)
-    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+    for long, short in (
+        ("bfloat", "bf"),
+        ("float", "f"),
+        ("uint", "u"),
+        ("int", "i"),
+        ("complex", "c"),
+    ):
         if text.startswith(long):
             return short + text[len(long) :]
     return text
-

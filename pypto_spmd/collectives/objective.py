@@ -7,13 +7,13 @@ shardings alone could tell fully sharded data parallelism from tensor parallelis
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+
+import numpy as np
 
 from pypto_spmd.collectives.min_plus import Table, intern_table
 from pypto_spmd.sharding.layout import IDEMPOTENT, Label
 from pypto_spmd.sharding.redistribute import wire_bytes
-
-import numpy as np
 
 WORK = 0.4
 """Bytes charged for each operand byte of a dot or conv that an axis does not split."""
@@ -72,7 +72,7 @@ class Mobility:
     free_pairs: tuple[tuple[int, int], ...] = ()
 
 
-@lru_cache(maxsize=None)
+@cache
 def mobility(
     gather: float = 1.0, reduce: float = 1.0, free_pairs: tuple[tuple[int, int], ...] = ()
 ) -> Mobility:
@@ -88,7 +88,9 @@ Option = tuple[Label, ...]
 
 
 @lru_cache(maxsize=100_000)
-def move_cost(source: Label, target: Label, size: float, axis_size: int, mobility: Mobility) -> float:
+def move_cost(
+    source: Label, target: Label, size: float, axis_size: int, mobility: Mobility
+) -> float:
     """What it costs to relabel a tensor of `size` bytes (whole over the axis)."""
     if source == target:
         return 0.0
@@ -109,13 +111,17 @@ def move_cost(source: Label, target: Label, size: float, axis_size: int, mobilit
 
 
 @lru_cache(maxsize=100_000)
-def read_cost(option: Option, target: Label, size: float, axis_size: int, mobility: Mobility) -> float:
+def read_cost(
+    option: Option, target: Label, size: float, axis_size: int, mobility: Mobility
+) -> float:
     """What it costs to read a stored tensor in `target`: the cheapest member serves."""
     return min(move_cost(member, target, size, axis_size, mobility) for member in option)
 
 
 @lru_cache(maxsize=100_000)
-def store_cost(made: Label, option: Option, size: float, axis_size: int, mobility: Mobility) -> float:
+def store_cost(
+    made: Label, option: Option, size: float, axis_size: int, mobility: Mobility
+) -> float:
     """What it costs to make every member of `option` from a tensor made in `made`."""
     missing, have, cost = set(option), [made], 0.0
     while missing:
@@ -184,6 +190,7 @@ def store_table(
 @lru_cache(maxsize=100_000)
 def preference_table(options: tuple[Option, ...]) -> Table:
     """Unary table that prefers stored tensors to be split."""
+
     def cost(option: Option) -> float:
         kinds = {label.kind for label in option}
         return 0.0 if kinds == {"S"} else MASK_COST if "P" in kinds else WHOLE_COST

@@ -94,7 +94,9 @@ class CommPlan:
     out_layouts: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     gap: float = 0.0
-    explore: Callable[[str], dict[str, float]] | None = field(default=None, compare=False, repr=False)
+    explore: Callable[[str], dict[str, float]] | None = field(
+        default=None, compare=False, repr=False
+    )
 
     def counts(self) -> dict[str, int]:
         """How many steps there are of each kind; a step inside a loop counts once."""
@@ -122,7 +124,9 @@ class CommPlan:
         """
         unknown = sorted(set(expected) - set(KINDS))
         if unknown:
-            raise TypeError(f"unknown kind of collective: {', '.join(unknown)}; known: {', '.join(KINDS)}")
+            raise TypeError(
+                f"unknown kind of collective: {', '.join(unknown)}; known: {', '.join(KINDS)}"
+            )
         counts = self.counts()
         wrong = [
             f"{kind}: expected {expected.get(kind, 0)}, planned {count}"
@@ -149,7 +153,9 @@ class CommPlan:
         if path not in self.in_layouts:
             raise KeyError(f"no argument {path!r}; arguments: {', '.join(self.in_layouts)}")
         if self.explore is None:
-            raise ValueError("a plan loaded from a file has no alternatives; plan the function again")
+            raise ValueError(
+                "a plan loaded from a file has no alternatives; plan the function again"
+            )
         return self.explore(path)
 
     def diff(self, other: "CommPlan") -> str:
@@ -187,7 +193,9 @@ class CommPlan:
                 )
             )  # fmt: skip
         widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines = [
+            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
         lines.insert(1, "  ".join("-" * w for w in widths))
         if not self.steps:
             lines = ["no communication"]
@@ -196,7 +204,9 @@ class CommPlan:
 
     def summary(self) -> str:
         """One line: counts, bytes and time."""
-        counts = ", ".join(f"{n} {TITLES[k]}" for k, n in self.counts().items() if n) or "no collective"
+        counts = (
+            ", ".join(f"{n} {TITLES[k]}" for k, n in self.counts().items() if n) or "no collective"
+        )
         return (
             f"{self.function}: {counts}; {show_bytes(self.wire_bytes)} sent by each device, "
             f"about {show_seconds(self.seconds)}"
@@ -211,7 +221,11 @@ class CommPlan:
         for name in ("function", "objective", "gap"):
             data[name] = getattr(self, name)
         data["mesh"] = dict(self.mesh)
-        data["wire_bytes"], data["seconds"], data["counts"] = self.wire_bytes, self.seconds, self.counts()
+        data["wire_bytes"], data["seconds"], data["counts"] = (
+            self.wire_bytes,
+            self.seconds,
+            self.counts(),
+        )
         data["in_layouts"], data["out_layouts"] = dict(self.in_layouts), dict(self.out_layouts)
         data["notes"] = list(self.notes)
         data["steps"] = [asdict(s) for s in self.steps]
@@ -230,7 +244,9 @@ class CommPlan:
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"not a communication plan: {error}") from None
         if version != SCHEMA_VERSION:
-            raise ValueError(f"plan has schema version {version}; this version reads {SCHEMA_VERSION}")
+            raise ValueError(
+                f"plan has schema version {version}; this version reads {SCHEMA_VERSION}"
+            )
         steps = tuple(CommStep(**{**s, "axes": tuple(s["axes"])}) for s in data["steps"])
         return CommPlan(
             data["function"], data["mesh"], data["objective"], steps, data["in_layouts"],

@@ -74,7 +74,9 @@ def make_program(
     draft = schedule(layouts)
     numbering = _Numbering(layouts, mesh)
     block = numbering.block(draft)
-    notes = [f"no rule for {name} at {place or 'an unknown line'}: runs whole" for name, place in missing]
+    notes = [
+        f"no rule for {name} at {place or 'an unknown line'}: runs whole" for name, place in missing
+    ]
     if labelling.gap > 1e-9:
         notes.append(f"the plan may cost up to {labelling.gap:.1%} more than the least one")
     names = [graph.names.get(t, f"argument {i}") for i, t in enumerate(graph.block.inputs)]
@@ -201,7 +203,9 @@ class _Numbering:
     def _convert_step(self, members: list[DraftConvert]) -> int:
         first = members[0]
         graph = self.layouts.request.graph
-        full = sum(m.leg.full_elements(graph.avals[m.tensor].shape, self.axis_sizes) for m in members)
+        full = sum(
+            m.leg.full_elements(graph.avals[m.tensor].shape, self.axis_sizes) for m in members
+        )
         aval = graph.avals[first.tensor]
         tensor = self.narrator.tensor(first.tensor)
         if len(members) > 1:

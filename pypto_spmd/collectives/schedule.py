@@ -7,7 +7,7 @@ then AllReduces that can travel together are put together (`buckets`).
 from pypto_spmd.collectives.assemble import Layouts
 from pypto_spmd.collectives.buckets import bucket
 from pypto_spmd.collectives.drafts import DraftBlock, DraftConvert, DraftRun
-from pypto_spmd.collectives.graph import Atom, Block, Constant, Equation, Graph
+from pypto_spmd.collectives.graph import Atom, Block, Constant, Equation
 from pypto_spmd.collectives.links import links_of
 from pypto_spmd.sharding.layout import Layout
 from pypto_spmd.sharding.redistribute import redistribute
@@ -195,4 +195,3 @@ class _Positions:
     def pile(self, result: int) -> tuple[int, int]:
         """Which (body, output) is piled up into a result."""
         return self.piles[result]
-

@@ -9,7 +9,7 @@ Invariant: an axis occurs at most once in a layout, either in `dims` or in `part
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from math import prod
 
 from jax.sharding import PartitionSpec
@@ -56,7 +56,7 @@ class Label:
         return f"S({self.dim})" if self.kind == "S" else f"P({self.op})"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _label(kind: str, dim: int, op: str) -> Label:
     label = object.__new__(Label)
     for name, value in (("kind", kind), ("dim", dim), ("op", op)):
@@ -158,6 +158,6 @@ class Layout:
         return f"[{entries}]{partial}"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _replicated(rank: int) -> Layout:
     return Layout(((),) * rank)

@@ -71,7 +71,8 @@ class Context:
         """Global index of the first element of this device's part of a result."""
         local = self.out_shape(result)
         return tuple(
-            self._dim_index(dim) * size for dim, size in zip(self.rule.results[result], local, strict=True)
+            self._dim_index(dim) * size
+            for dim, size in zip(self.rule.results[result], local, strict=True)
         )
 
     def exchange(self, factor: str, index: int, run: Callable[[tuple[str, ...]], Any]) -> Any:

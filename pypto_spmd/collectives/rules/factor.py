@@ -20,7 +20,7 @@ axes, and is asked of the equation (`local_sizes`).
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 from typing import Any
 
@@ -172,7 +172,7 @@ class Choice:
     op: str = ""
 
 
-@lru_cache(maxsize=None)
+@cache
 def choices(rule: Rule, local_sizes: tuple[int, ...], axis_size: int) -> tuple[Choice, ...]:
     """Every legal labelling of an equation on an axis of `axis_size`, all-replicated first.
 
@@ -191,7 +191,7 @@ def choices(rule: Rule, local_sizes: tuple[int, ...], axis_size: int) -> tuple[C
     return (*found, *linear)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _unsplit_choices(rule: Rule) -> tuple[Choice, tuple[Choice, ...]]:
     """All replicated; and the linear groups, each for each of its reductions."""
     whole = Choice((R,) * len(rule.operands), (R,) * len(rule.results))
@@ -216,7 +216,7 @@ def _may_split(rule: Rule, index: int, local_sizes: Sequence[int], axis_size: in
     return True
 
 
-@lru_cache(maxsize=None)
+@cache
 def _split_choice(rule: Rule, index: int) -> Choice | None:
     factor = rule.factors[index]
     operands, results = [], []
