@@ -104,7 +104,7 @@ class Arguments:
         for name, value in zip(self.names, self.values, strict=True):
             for path, leaf in jax.tree_util.tree_leaves_with_path(value):
                 if not is_array(leaf):
-                    what = f"argument {quoted(name + keystr(path))} is {_described(leaf)}."
+                    what = f"argument {quoted(name + keystr(path))} is {described(leaf)}."
                     why = "An @spmd function takes arrays, numbers, and pytrees of them."
                     found.append(Fault(what, why, _non_array_fix(name, path, leaf)))
         return found
@@ -123,7 +123,8 @@ def is_array(leaf: Any) -> bool:
     ) or hasattr(leaf, "__jax_array__")
 
 
-def _described(leaf: Any) -> str:
+def described(leaf: Any) -> str:
+    """What a value that is no array is, for messages."""
     if isinstance(leaf, np.ndarray):
         return f"a NumPy array of dtype {leaf.dtype}"
     text = repr(leaf)
@@ -191,7 +192,7 @@ class Signature:
         )
         self.static = self._chosen("static", static_argnums, static_argnames, faults)
         self.donated = self._chosen("donate", donate_argnums, donate_argnames, faults)
-        for name in sorted(self.static & self.donated):
+        for name in sorted(self.static & self.donated & set(self.names)):
             what = f"argument {quoted(name)} is both static and donated."
             fix = "take it out of one of them."
             faults.append(

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from pypto_spmd.arguments import Arguments, Signed
+from pypto_spmd.arguments import Arguments, Signed, described, is_array
 from pypto_spmd.call import hoist_consts, inlining
-from pypto_spmd.errors import refuse, spmd_function
+from pypto_spmd.errors import Fault, raise_faults, refuse, spmd_function
 from pypto_spmd.mesh import DeviceMesh
 
 _PYTHON_VALUE = (
@@ -45,6 +45,12 @@ _ASKED_FOR_VALUE: Mapping[type[Exception], tuple[str, str]] = {
     ),
 }
 """What the code does, and what to use instead, by JAX's error; the subclasses come first."""
+
+_SHAPE_ERROR = "Shapes must be 1D sequences of concrete values"
+_ASKED_FOR_SHAPE = (
+    "makes an array whose shape is a traced value",
+    "take sizes from x.shape; or make the argument that it comes from static: static_argnames.",
+)
 
 _LIBRARIES = (
     "jax",
@@ -101,23 +107,44 @@ def trace(
     def flat(*flat_values: Any) -> list[Any]:
         result = arguments.call(function, jax.tree.unflatten(tree, flat_values))
         values, structure = jax.tree.flatten(result)
+        raise_faults(spmd_function(name), _result_faults(result))
         result_tree.append(structure)
         return values
+
+    flat.__wrapped__ = function  # so that JAX's own errors name the function and its line
 
     structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in leaves]
     try:
         with inlining(mesh):
             closed = jax.make_jaxpr(flat)(*structs)
     except tuple(_ASKED_FOR_VALUE) as error:
-        _explain(error, name)
+        does, instead = next(
+            told for cls, told in _ASKED_FOR_VALUE.items() if isinstance(error, cls)
+        )
+        _explain(error, name, does, instead)
+    except TypeError as error:
+        if _SHAPE_ERROR not in str(error):
+            raise
+        _explain(error, name, *_ASKED_FOR_SHAPE)
     jaxpr, captured = hoist_consts(closed)
     results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jaxpr.out_avals]
     names = _captured_names(function, captured)
     return Traced(jaxpr, captured, names, jax.tree.unflatten(result_tree[-1], results))
 
 
-def _explain(error: Exception, name: str) -> None:
-    does, instead = next(told for cls, told in _ASKED_FOR_VALUE.items() if isinstance(error, cls))
+def _result_faults(result: Any) -> list[Fault]:
+    """The results that are no arrays."""
+    faults = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(result):
+        if not is_array(leaf):
+            what = f"result{jax.tree_util.keystr(path)} is {described(leaf)}."
+            why = "An @spmd function returns arrays, numbers, and pytrees of them."
+            fix = "leave it out of the result, and make it outside the @spmd function."
+            faults.append(Fault(what, why, fix))
+    return faults
+
+
+def _explain(error: Exception, name: str, does: str, instead: str) -> NoReturn:
     place = _user_line(error.__traceback__)
     where = "the function" if place is None else f"{Path(place[0]).name}:{place[1]}"
     code = linecache.getline(*place).strip() if place else ""

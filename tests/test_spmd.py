@@ -15,7 +15,6 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from pypto_spmd import AUTO, CommPlan, DeviceMesh, PartitionSpec, ShardingSpec, SPMDFunction, spmd
-from pypto_spmd.collectives.reconcile import VerificationError
 from pypto_spmd.testing import assert_spmd_equal
 
 P = PartitionSpec
@@ -609,9 +608,3 @@ def test_numpy_code_keeps_numpys_meaning(spmd_mesh):
     with jax.enable_x64(True):
         gradient = jax.grad(lambda a: gemm(a, b).sum())(a)
     np.testing.assert_allclose(gradient, np.broadcast_to(b.sum(1), (8, 8)), rtol=1e-14)
-
-
-def test_verification_is_not_for_jit(spmd_mesh, x):
-    assert issubclass(VerificationError, Exception)
-    with pytest.raises(ValueError, match="lower_to='jit'"):
-        spmd(double, mesh=spmd_mesh, lower_to="jit").verify(x)
