@@ -152,13 +152,14 @@ class _Numbering:
         buckets: dict[int, int] = {}
         members: dict[int, list[DraftConvert]] = {}
         for item in draft.items:
-            if isinstance(item, DraftConvert) and item.bucket >= 0:
+            if isinstance(item, DraftConvert) and item.bucket >= 0 and 0 not in self._shape(item):
                 members.setdefault(item.bucket, []).append(item)
         items: list[Convert | Run | RunLoop] = []
         for item in draft.items:
             if isinstance(item, DraftRun):
                 items.append(self._run(item))
-            elif not item.leg.is_collective:
+            elif not item.leg.is_collective or 0 in self._shape(item):
+                # Of nothing, nothing is sent.
                 items.append(Convert(item.tensor, item.leg, -1))
             elif item.bucket >= 0:
                 if item.bucket not in buckets:
@@ -167,6 +168,9 @@ class _Numbering:
             else:
                 items.append(Convert(item.tensor, item.leg, self._convert_step([item])))
         return BlockSchedule(draft.inputs, tuple(items), draft.outputs)
+
+    def _shape(self, draft: DraftConvert) -> tuple[int, ...]:
+        return self.layouts.request.graph.avals[draft.tensor].shape
 
     def _run(self, draft: DraftRun) -> Run | RunLoop:
         equation = draft.equation
