@@ -221,7 +221,9 @@ class _Builder:
             scope = _join(place.scope, str(eqn.source_info.name_stack))
             source = Source.of(eqn.source_info, place.source)
             inner = _Place(source, scope, place.seen)
-            if eqn.primitive.name in _INLINED:
+            if eqn.primitive.name == "custom_linear_solve":
+                results = self.linear_solve(eqn, inputs, inner, equations)
+            elif eqn.primitive.name in _INLINED:
                 results = self.inline(eqn, inputs, inner, equations)
             elif eqn.primitive.name in ("scan", "while", "cond"):
                 equation = self.loop(eqn, inputs, inner)
@@ -254,6 +256,21 @@ class _Builder:
                 self.constrain(o, s, place, equations)
                 for o, s in zip(outputs, specs.outputs, strict=True)
             )
+        return outputs
+
+    def linear_solve(
+        self, eqn: JaxprEqn, inputs: tuple[Atom, ...], place: _Place, equations: list[Equation]
+    ) -> tuple[Atom, ...]:
+        """Only the solver runs: the matrix products beside it are there for derivatives."""
+        lengths = eqn.params["const_lengths"]
+        first = lengths.matvec + lengths.vecmat
+        right = inputs[sum(lengths) :]
+        jaxpr, consts = _open(eqn.params["jaxprs"].solve)
+        operands = (*inputs[first : first + lengths.solve], *right)
+        environment: dict[JaxVar, Atom] = dict(zip(jaxpr.invars, operands, strict=True))
+        self.bind_consts(jaxpr, consts, environment)
+        inner, outputs = self.run(jaxpr, environment, place)
+        equations.extend(inner)
         return outputs
 
     def barrier(

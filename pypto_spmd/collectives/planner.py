@@ -234,8 +234,6 @@ class _Numbering:
     ) -> int:  # fmt: skip
         group = prod(self.axis_sizes[a] for a in axes)
         sent = wire_bytes(kind, full * itemsize, group)
-        # The instruction of an AllToAll shows what one device holds.
-        elements = int(np.ceil(full / group if kind == "all_to_all" else full))
         # Of an AllToAll no device ever holds more than its share.
         held = full / group if kind == "all_to_all" else full
         self.steps.append(

@@ -14,7 +14,16 @@ from pypto_spmd.collectives.rules.factor import Linear, Rule, factor_rule, whole
 from pypto_spmd.collectives.rules.moving import dim_names, is_inexact, moves
 from pypto_spmd.collectives.rules.registry import Aval, rule
 
-_NONLINEAR = ["abs", "sign", "floor", "ceil", "round", "exp2", "log", "log1p", "log2", "expm1", "tanh", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "logistic", "sqrt", "rsqrt", "cbrt", "erf", "erfc", "erf_inv", "lgamma", "digamma", "is_finite", "integer_pow", "not", "population_count", "clz", "square", "one_minus_square", "pow", "atan2", "rem", "mulhi", "nextafter", "xor", "shift_left", "shift_right_arithmetic", "shift_right_logical", "eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "igamma", "igammac", "igamma_grad_a", "bessel_i0e", "bessel_i1e", "regularized_incomplete_beta", "polygamma", "polynomial", "zeta"]
+_NONLINEAR = [
+    "abs", "sign", "floor", "ceil", "round", "exp2", "log", "log1p", "log2", "expm1", "tanh", "sin",
+    "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "logistic",
+    "sqrt", "rsqrt", "cbrt", "erf", "erfc", "erf_inv", "lgamma", "digamma", "is_finite",
+    "integer_pow", "not", "population_count", "clz", "square", "one_minus_square", "pow", "atan2",
+    "rem", "mulhi", "nextafter", "xor", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "igamma",
+    "igammac", "igamma_grad_a", "bessel_i0e", "bessel_i1e", "regularized_incomplete_beta",
+    "polygamma", "polynomial", "zeta",
+]  # fmt: skip
 
 _ONE = (Linear(frozenset({0})),)
 _BOTH = (Linear(frozenset({0, 1})),)
