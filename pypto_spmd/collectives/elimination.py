@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 
-def solve(problem: Problem, *, max_entries: int = MAX_ENTRIES) -> Solution:
+def solve(problem: Problem, *, max_entries: int = MAX_ENTRIES, negligible: float = 0.0) -> Solution:
     """Finds a labelling of least cost.
 
     Of equally good labels the lower is preferred, and the same problem gives the same labelling on
@@ -35,21 +35,26 @@ def solve(problem: Problem, *, max_entries: int = MAX_ENTRIES) -> Solution:
         problem: the problem.
         max_entries: the largest table to make; where more is needed, the solution is approximate.
 
+        negligible: a difference of cost that doesn't matter. A variable with very many neighbours, to
+            which its label makes next to no difference, ties the whole problem together; it is settled
+            early if that loses no more than this in all.
+
     Returns:
-        The labelling, its cost, and a lower bound of every labelling's cost; they are equal if the
-        labelling is known to be best.
+        The labelling, its cost, and a lower bound of every labelling's cost (less ``negligible``);
+        they are equal if the labelling is known to be best.
 
     Raises:
         Infeasible: no labelling has a finite cost.
         SearchFailed: the problem is too wide, and no labelling of finite cost was found.
     """
     try:
-        network = Network(problem)
+        network = Network(problem, negligible=negligible)
         exact = network.eliminate_all(max_entries)
     except Contradiction as contradiction:
         raise Infeasible(conflict(problem, contradiction.variable, max_entries)) from None
     labels = network.labels()
     if exact:
+        labels = improve(problem, labels, network.settled, windows=(1,))
         cost = problem.cost(labels)
         return Solution(tuple(labels), cost, cost)
     lower_bound = math.fsum(network.constants)

@@ -19,13 +19,19 @@ WINDOW_ENTRIES = 50_000
 ROUNDS = 10
 
 
-def improve(problem: Problem, labels: Sequence[int], doubtful: Collection[int]) -> list[int]:
+def improve(
+    problem: Problem,
+    labels: Sequence[int],
+    doubtful: Collection[int],
+    windows: Sequence[int] = WINDOWS,
+) -> list[int]:
     """Relabels windows until that no longer helps.
 
     Args:
         problem: the problem.
         labels: the labelling to start from.
         doubtful: the variables at which to begin.
+        windows: how many variables to relabel together, sizes tried one after the other.
 
     Returns:
         A labelling that costs no more.
@@ -39,19 +45,21 @@ def improve(problem: Problem, labels: Sequence[int], doubtful: Collection[int]) 
             problem.domain_sizes,
             tuple([(scope, counts[table]) for scope, table in problem.tables]),
         )
-        start, labels = labels, _descend(broken, labels, doubtful)
+        start, labels = labels, _descend(broken, labels, doubtful, windows)
         if broken.cost(labels):
             return list(start)
-    return _descend(problem, labels, doubtful)
+    return _descend(problem, labels, doubtful, windows)
 
 
-def _descend(problem: Problem, labels: Sequence[int], doubtful: Collection[int]) -> list[int]:
+def _descend(
+    problem: Problem, labels: Sequence[int], doubtful: Collection[int], windows: Sequence[int]
+) -> list[int]:
     labels = list(labels)
     tables_of: list[list[int]] = [[] for _ in problem.domain_sizes]
     for index, (scope, _) in enumerate(problem.tables):
         for variable in scope:
             tables_of[variable].append(index)
-    for size in WINDOWS:
+    for size in windows:
         seeds = sorted(doubtful)
         for _ in range(ROUNDS):
             changed: set[int] = set()

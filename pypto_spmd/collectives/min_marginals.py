@@ -22,7 +22,11 @@ from pypto_spmd.collectives.network import MAX_ENTRIES, Contradiction, Network, 
 
 
 def min_marginals(
-    problem: Problem, variables: Collection[int], *, max_entries: int = MAX_ENTRIES
+    problem: Problem,
+    variables: Collection[int],
+    *,
+    max_entries: int = MAX_ENTRIES,
+    negligible: float = 0.0,
 ) -> dict[int, np.ndarray]:
     """For each label of each of some variables, the least total cost with that label fixed.
 
@@ -30,6 +34,7 @@ def min_marginals(
         problem: the problem.
         variables: the variables asked about.
         max_entries: the largest table to make.
+        negligible: a difference of cost that doesn't matter, as for ``solve``.
 
     Returns:
         For each variable, (labels,): least cost by label, inf where the label is impossible. If
@@ -40,12 +45,12 @@ def min_marginals(
         SearchFailed: the problem is too wide, and no labelling of finite cost was found.
     """
     try:
-        network = Network(problem, exempt=variables)
+        network = Network(problem, exempt=variables, negligible=negligible)
         exact = network.eliminate_all(max_entries)
     except Contradiction as contradiction:
         raise Infeasible(conflict(problem, contradiction.variable, max_entries)) from None
     if not exact:
-        labels = solve(problem, max_entries=max_entries).labels
+        labels = solve(problem, max_entries=max_entries, negligible=negligible).labels
         return {variable: _searched(problem, variable, labels) for variable in variables}
     optimum = math.fsum(network.constants)
     marginals = {v: np.full(problem.domain_sizes[v], optimum) for v in variables}

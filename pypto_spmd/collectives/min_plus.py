@@ -269,6 +269,25 @@ def aligned(view: View, positions: tuple[int, ...], rank: int) -> np.ndarray:
     return array.reshape(shape)
 
 
+def least_loss(views: tuple[View, ...]) -> tuple[float, int]:
+    """Which label of a variable can be dropped at the least loss, whatever the neighbours do.
+
+    Args:
+        views: the variable's tables; each allows every label somewhere.
+
+    Returns:
+        The most that could be lost (inf if one of the tables is large), and the position of the label.
+    """
+    if not all(view.cached for view in views):
+        return math.inf, 0
+    total = sum(view.regret()[1] for view in views)
+    losses = np.maximum(-total, 0.0)
+    np.fill_diagonal(losses, math.inf)
+    least = losses.min(axis=1)
+    label = len(least) - 1 - int(least[::-1].argmin())
+    return float(least[label]), label
+
+
 def _own_axis_first(view: View) -> np.ndarray:
     array, axis = view.table.array, view.axis
     return array.transpose(axis, *range(axis), *range(axis + 1, array.ndim)) if axis else array

@@ -30,6 +30,9 @@ MAX_ENTRIES = 4_000_000
 EASY_ENTRIES = 5_000
 """Unions up to this size are taken smallest first; if only larger ones are left, a plan is made."""
 
+HUB_DEGREE = 12
+"""Variables with so many neighbours tie distant parts together: worth a negligible loss to settle."""
+
 
 class Contradiction(Exception):
     """A variable has no possible label left."""
@@ -71,17 +74,22 @@ class Network:
         exempt: variables whose every label must keep its least cost, for min-marginals. They aren't
             pruned; nor is any variable next to a table that has minimised over one of them, since
             what such a table says need not hold for each single label ("tainted" variables).
+        negligible: what may be lost in all by settling hubs.
 
     Raises:
         Contradiction: a table has no finite entry.
     """
 
-    def __init__(self, problem: Problem, exempt: Collection[int] = ()) -> None:
+    def __init__(
+        self, problem: Problem, exempt: Collection[int] = (), *, negligible: float = 0.0
+    ) -> None:
         count = len(problem.domain_sizes)
         ranges = {size: tuple(range(size)) for size in set(problem.domain_sizes)}
         self.domains: list[tuple[int, ...]] = [ranges[size] for size in problem.domain_sizes]
         self.constants: list[float] = []
         self.steps: list[Step] = []
+        self.settled: list[int] = []
+        self._negligible = negligible
         self._sizes = list(problem.domain_sizes)
         self._incident: list[dict[Scope, View]] = [{} for _ in range(count)]
         self._alive = bytearray([1]) * count
@@ -164,6 +172,35 @@ class Network:
         }
         return cheapest_order(graph, self._sizes)
 
+    def _settle(self) -> bool:
+        """Drops labels of hubs that are hardly ever better than another one, and prunes.
+
+        Each decision loses at most what the label could have gained on the one that stays, whatever
+        the neighbours do; together no more than is negligible.
+
+        Returns:
+            Whether anything was dropped.
+        """
+        hubs = []
+        for variable, incident in enumerate(self._incident):
+            degree = len(set().union(*incident)) - 1
+            if degree >= HUB_DEGREE and not self._tainted[variable]:
+                hubs.append((-degree, variable))
+        settled = len(self.settled)
+        for _, variable in sorted(hubs):
+            views = tuple(self._incident[variable].values())
+            while views and self._sizes[variable] > 1 and self._negligible > 0:
+                loss, label = min_plus.least_loss(views)
+                if loss > self._negligible:
+                    break
+                self._negligible -= loss
+                self.settled.append(variable)
+                keep = [other for other in range(self._sizes[variable]) if other != label]
+                self._restrict(variable, tuple(keep))
+                self.prune()
+                views = tuple(self._incident[variable].values())
+        return len(self.settled) > settled
+
     def message_entries(self, variable: int) -> int:
         """The size of the table that eliminating the variable would make."""
         return self._weights[variable] // self._sizes[variable]
@@ -188,7 +225,11 @@ class Network:
         while (variable := self.lightest()) is not None:
             if self._weights[variable] > EASY_ENTRIES:
                 if plan is None:
+                    heappush(self._heap, (self._weights[variable], variable))
+                    if self._settle():
+                        continue
                     plan = iter(self.plan())
+                    variable = heappop(self._heap)[1]
                 planned = next((v for v in plan if self._alive[v] and self._incident[v]), variable)
                 if self.message_entries(planned) > max_entries:
                     plan = iter(())  # where all is too wide, smallest first gives better bounds

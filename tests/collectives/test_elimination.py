@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from pypto_spmd.collectives import min_plus
+from pypto_spmd.collectives import min_plus, network
 from pypto_spmd.collectives.elimination import (
     Infeasible,
     Problem,
@@ -172,6 +172,40 @@ def test_order_goes_along_a_wide_ladder():
     assert approximate.lower_bound <= solution.cost <= approximate.cost
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_no_more_than_negligible_is_lost_by_settling_hubs(seed, monkeypatch):
+    monkeypatch.setattr(network, "EASY_ENTRIES", 4)
+    monkeypatch.setattr(network, "HUB_DEGREE", 1)
+    problem = random_problem(np.random.default_rng(5000 + seed), forbidden=(0.0, 0.1)[seed % 2])
+    costs = all_costs(problem)
+    best = costs.min()
+    if best < math.inf:
+        solution = solve(problem, negligible=2.5)
+        assert best <= solution.cost == solution.lower_bound <= best + 2.5
+        assert costs[solution.labels] == solution.cost
+        marginal = min_marginals(problem, [0], negligible=2.5)[0]
+        least = costs.min(axis=tuple(range(1, costs.ndim)))
+        assert (least <= marginal).all()
+        assert (marginal <= least + 2.5).all()
+
+
+def test_hubs_that_make_next_to_no_difference_do_not_widen_a_ladder():
+    rng = np.random.default_rng(0)
+    rungs = ladder(30, rng)
+    count, hubs = len(rungs.domain_sizes), 8
+    tables = list(rungs.tables)
+    whole = np.zeros((4, 2))
+    whole[0, 1] = 1000.0  # label 0 of a rung needs label 0 of the hub, which others do without
+    for hub in range(count, count + hubs):
+        tables.append(((hub,), intern_table([1e-6, 0.0])))
+        tables += [((v, hub), intern_table(whole)) for v in range(hub % 2, count, 2)]
+    problem = Problem((*rungs.domain_sizes, *[2] * hubs), tuple(tables))
+    assert not solve(problem, max_entries=2000).exact
+    solution = solve(problem, max_entries=2000, negligible=1e-4)
+    assert solution.exact
+    assert solve(rungs).cost <= solution.cost <= solve(rungs).cost + 1e-4
+
+
 def test_search_that_finds_nothing_says_so():
     differ = intern_table([[math.inf, 0.0], [0.0, math.inf]])
     problem = Problem((2,) * 3, tuple((pair, differ) for pair in ((0, 1), (1, 2), (0, 2))))
@@ -243,9 +277,9 @@ def test_problem_is_validated():
 def test_long_ladder_is_eliminated_with_small_tables():
     layers, sides, labels = 400, 3, 4
     problem = ladder(layers, np.random.default_rng(0), labels=labels, sides=sides)
-    network = Network(problem)
-    assert network.eliminate_all(10**6)
-    assert max(math.prod(map(len, step.domains)) for step in network.steps) <= labels ** (
+    working = Network(problem)
+    assert working.eliminate_all(10**6)
+    assert max(math.prod(map(len, step.domains)) for step in working.steps) <= labels ** (
         2 * sides - 1
     )
     # The same by dynamic programming over whole layers.
