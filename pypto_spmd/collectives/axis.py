@@ -18,6 +18,7 @@ from pypto_spmd.collectives.facts import EquationFacts, GraphFacts
 from pypto_spmd.collectives.graph import Atom, Constant, Equation, Graph
 from pypto_spmd.collectives.links import Link, predicates
 from pypto_spmd.collectives.min_marginals import min_marginals
+from pypto_spmd.collectives.network import MAX_ENTRIES
 from pypto_spmd.collectives.objective import (
     COLLECTIVE_COST,
     FREE,
@@ -105,14 +106,19 @@ class AxisProblem:
         self.choice_lists: dict[int, tuple[Choice, ...]] = {}
         self.domains: list[tuple[Option, ...]] = []
 
-    def solve(self) -> AxisLabels:
-        """The labels of least cost."""
+    def solve(self, max_entries: int = MAX_ENTRIES) -> AxisLabels:
+        """The labels of least cost.
+
+        Args:
+            max_entries: the largest cost table to make; where more is needed, the labels are those of a
+                good solution, and `lower_bound` says how good.
+        """
         self._prepare()
         self._build()
-        found = self._solve_once()
+        found = self._solve_once(max_entries)
         if self._widen(found):
             self._build()
-            found = self._solve_once()
+            found = self._solve_once(max_entries)
         return found
 
     def input_marginals(self, position: int, chosen: Label) -> dict[Label, float]:
@@ -133,7 +139,8 @@ class AxisProblem:
             for label in labels
         ]
         self.tables.append(((slot, tensor), intern_table(np.array(rows))))
-        costs = min_marginals(Problem(tuple(self.sizes), tuple(self.tables)), [slot])[slot]
+        problem = Problem(tuple(self.sizes), tuple(self.tables))
+        costs = min_marginals(problem, [slot], negligible=COLLECTIVE_COST / 2)[slot]
         base = costs[labels.index(chosen)]
         return {label: float(cost - base) for label, cost in zip(labels, costs, strict=True)}
 
@@ -416,8 +423,9 @@ class AxisProblem:
 
     # The solution ------------------------------------------------------------------------------
 
-    def _solve_once(self) -> AxisLabels:
-        solution = solve(Problem(tuple(self.sizes), tuple(self.tables)))
+    def _solve_once(self, max_entries: int = MAX_ENTRIES) -> AxisLabels:
+        problem = Problem(tuple(self.sizes), tuple(self.tables))
+        solution = solve(problem, max_entries=max_entries, negligible=COLLECTIVE_COST / 2)
         result = AxisLabels(cost=solution.cost, lower_bound=solution.lower_bound)
         picked = solution.labels
         result.stored = [domain[picked[tensor]] for tensor, domain in enumerate(self.domains)]
