@@ -575,17 +575,30 @@ def _find_missing(application: _Application, random: np.random.Generator) -> lis
     """Labellings on one axis of 2 that no choice of the rule has, and that are right all the same."""
     rule = application.rule
     legal = {c.operands for c in choices(rule, tuple(f.size for f in rule.factors), 2)}
+    takes: dict[Any, bool] = {}
     labellings = [
         labels
         for labels in itertools.product(*(_labels(a) for a in application.ins))
-        if labels not in legal
+        if labels not in legal and _takes(application, labels, takes)
     ][:MOST_LABELLINGS]
+
+    @jax.jit
+    def run(whole: Sequence[jax.Array], given: Sequence[Sequence[jax.Array]]) -> Any:
+        shards = [
+            [_bind(application, _cut(values, labels, device)) for device in range(2)]
+            for labels, values in zip(labellings, given, strict=True)
+        ]
+        return _bind(application, whole), shards
+
+    others = tuple(_redrawn(random, a) for a in application.operands)
     verdicts = None
-    for operands in (
-        application.operands,
-        tuple(_redrawn(random, a) for a in application.operands),
-    ):
-        right = _right_labels(application, labellings, operands, random)
+    for operands in (application.operands, others):
+        given = [
+            [_parts(random, value, _on_x(value, label), {"x": 2}) for value, label in pairs]
+            for pairs in (zip(operands, labels, strict=True) for labels in labellings)
+        ]
+        whole, shards = jax.device_get(run(operands, given))
+        right = [_right_labels(whole, parts) for parts in shards]
         verdicts = (
             right if verdicts is None else [a & b for a, b in zip(verdicts, right, strict=True)]
         )
@@ -614,47 +627,42 @@ def _redrawn(random: np.random.Generator, value: jax.Array) -> jax.Array:
     return jnp.asarray(random.permuted(np.asarray(value).ravel()).reshape(value.shape))
 
 
-def _right_labels(
-    application: _Application,
-    labellings: Sequence[tuple[Label, ...]],
-    operands: Sequence[jax.Array],
-    random: np.random.Generator,
-) -> list[set[tuple[Label, ...]]]:
-    """For each labelling of the operands, the labellings of the results that are right."""
-    axis_sizes = {"x": 2}
-    feeds = [
-        [
-            _parts(random, v, Layout.replicated(v.ndim).with_label("x", a), axis_sizes)
-            for v, a in pairs
+def _on_x(value: jax.Array, label: Label) -> Layout:
+    return Layout.replicated(value.ndim).with_label("x", label)
+
+
+def _takes(
+    application: _Application, labels: Sequence[Label], known: dict[tuple[Any, ...], bool]
+) -> bool:
+    """Whether the primitive takes operands of these local shapes together."""
+    local = tuple(
+        Layout.replicated(len(aval.shape)).with_label("x", label).local_shape(aval.shape, {"x": 2})
+        for aval, label in zip(application.ins, labels, strict=True)
+    )
+    if local not in known:
+        arguments = [
+            jax.ShapeDtypeStruct(shape, a.dtype)
+            for shape, a in zip(local, application.ins, strict=True)
         ]
-        for pairs in (list(zip(operands, labels, strict=True)) for labels in labellings)
-    ]
+        try:
+            jax.jit(lambda *operands: _bind(application, operands)).lower(*arguments)
+            known[local] = True
+        except Exception:  # a primitive may refuse shapes by any error, some while it is lowered
+            known[local] = False
+    return known[local]
 
-    def shards(given: list[list[jax.Array]]) -> Any:
-        whole = _bind(application, operands)
-        made = []
-        for labels, values in zip(labellings, given, strict=True):
-            try:
-                made.append([_bind(application, _cut(values, labels, k)) for k in range(2)])
-            except Exception:  # the primitive does not take these shapes together
-                made.append(None)
-        return whole, made
 
-    whole, made = jax.device_get(jax.jit(shards)(feeds))
-    found: list[set[tuple[Label, ...]]] = []
-    for parts in made:
-        options = []
-        for result, truth in enumerate(whole):
-            rank = np.ndim(truth)
-            candidates = [R, *(S(d) for d in range(rank)), P("sum")]
-            pieces = None if parts is None else [np.asarray(p[result]) for p in parts]
-            if np.asarray(truth).size and np.all(truth == np.ravel(truth)[0]):
-                pieces = None  # a constant tells nothing
-            options.append(
-                [c for c in candidates if pieces and _assembles(pieces, np.asarray(truth), c)]
-            )
-        found.append(set(itertools.product(*options)) if all(options) else set())
-    return found
+def _right_labels(
+    whole: Sequence[np.ndarray], parts: Sequence[Sequence[np.ndarray]]
+) -> set[tuple[Label, ...]]:
+    """The labellings of the results under which the two devices' parts are right."""
+    options = []
+    for result, truth in enumerate(map(np.asarray, whole)):
+        pieces = [np.asarray(device[result]) for device in parts]
+        tells = truth.size and not np.all(truth == truth.ravel()[0])
+        candidates = [R, *(S(d) for d in range(truth.ndim)), P("sum")]
+        options.append([c for c in candidates if tells and _assembles(pieces, truth, c)])
+    return set(itertools.product(*options))
 
 
 def _bind(application: _Application, operands: Sequence[jax.Array]) -> list[jax.Array]:

@@ -24,6 +24,7 @@ from jax import lax
 
 from pypto_spmd.collectives.rules.context import Context
 from pypto_spmd.collectives.rules.factor import Linear, Rule, factor_rule
+from pypto_spmd.collectives.rules.moving import moves, moving_ops
 from pypto_spmd.collectives.rules.registry import Aval, rule
 
 CLIP = lax.GatherScatterMode.CLIP
@@ -119,14 +120,14 @@ def _in_block(
     outside = jnp.any(clamped != indices, axis=-1)
     if mode == CLIP:
         indices = clamped
-    starts = [
-        ctx.index(dims.operand[d]).astype(wide) * local[d] if d in dims.looked_up else 0
-        for d in index_map
-    ]
+    starts = jnp.stack(
+        [
+            ctx.index(dims.operand[d]).astype(wide) * local[d] if d in dims.looked_up else wide(0)
+            for d in index_map
+        ]
+    )
     # One past each end is out of bounds too, and cannot overflow when it is moved.
-    return jnp.clip(indices, -1, last + 1) - jnp.stack(
-        [jnp.asarray(s, wide) for s in starts]
-    ), outside
+    return jnp.clip(indices, -1, last + 1) - starts, outside
 
 
 def _is_cut(ctx: Context, dims: _Dims) -> bool:
@@ -167,6 +168,7 @@ def _gather(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, 
 
     # A fill value is added once for each partial value, which only 0 and NaN bear.
     affine = mode == FILL_OR_DROP and fill is not None and fill != 0 and fill == fill
+    ops = tuple(op for op in moving_ops(ins[0].dtype) if not (affine and op == "sum"))
     is_array = isinstance(ins[0].dtype, np.dtype)
     looked_up = [dims.operand[d] for d in dims.looked_up]
     return factor_rule(
@@ -174,7 +176,7 @@ def _gather(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, 
         [a.shape for a in ins],
         [a.shape for a in outs],
         reduce=dict.fromkeys(looked_up, "or" if ins[0].dtype == np.dtype(bool) else "sum"),
-        linear=() if affine else (Linear(frozenset({0})),),
+        linear=(Linear(frozenset({0}), ops),) if ops else (),
         whole=() if is_array else looked_up,  # keys cannot be added up
         bind=bind,
     )
@@ -182,7 +184,7 @@ def _gather(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, 
 
 _SCATTERS: dict[str, tuple[str, tuple[Linear, ...]]] = {
     # name -> what updates that different devices hold reduce by, groups of linear operands
-    "scatter": ("", (Linear(frozenset({0, 2}), ("sum", "max", "min")),)),
+    "scatter": ("", ()),
     "scatter-add": ("sum", (Linear(frozenset({0, 2})),)),
     "scatter-sub": ("sum", (Linear(frozenset({0, 2})),)),
     "scatter-mul": ("prod", (Linear(frozenset({0})), Linear(frozenset({0, 2}), ("prod",)))),
@@ -257,7 +259,7 @@ def _scatter(reduce: str, linear: tuple[Linear, ...]):
             reduce=dict.fromkeys(dims.points, op),
             # The operand counts once, not once for each device's updates.
             partial_operands=dict.fromkeys(dims.points, (0,)),
-            linear=() if applies else linear,
+            linear=linear if reduce else () if applies else moves({0, 2}, ins[0].dtype),
             whole=() if op else dims.points,
             bind=bind,
         )

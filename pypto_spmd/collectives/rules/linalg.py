@@ -26,7 +26,6 @@ _FACTORISATIONS: dict[str, tuple[int, ...]] = {
     "qr": (2,),
     "schur": (2,),
     "svd": (2,),
-    "symmetric_product": (2, 2),
     "tridiagonal": (2,),
     "triangular_solve": (2, 2),
     "tridiagonal_solve": (1, 1, 1, 2),
@@ -73,3 +72,19 @@ def _batched(name: str, core: tuple[int, ...]):
 
 for _name, _core in _FACTORISATIONS.items():
     rule(_name)(_batched(_name, _core))
+
+
+@rule("symmetric_product")
+def _symmetric_product(
+    params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ...]
+) -> Rule:
+    # alpha x x^T + beta c: the columns of x are contracted, and c counts once.
+    batch = " ".join(f"b{d}" for d in range(len(ins[0].shape) - 2))
+    return factor_rule(
+        f"{batch} _ k, {batch} _ _ -> {batch} _ _",
+        [a.shape for a in ins],
+        [a.shape for a in outs],
+        reduce={"k": "sum"},
+        partial_operands={"k": (1,)},
+        works=True,
+    )

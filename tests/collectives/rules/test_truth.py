@@ -80,6 +80,7 @@ TOKENS = np.array([[7, 0, 12], [15, 3, 3], [8, 11, 4], [1, 14, 9]], np.int32)
 STRAY = np.array([[-3, 0], [17, 5], [6, 15], [16, -1]], np.int32)
 """Indices of which some are out of bounds of 16."""
 
+DISTINCT = np.array([3, 17, 12, 0], np.int32)
 ROWS = np.array([3, 3, 1, 0, 3, 2, 5, 7], np.int32)
 
 GATHER = only(
@@ -145,8 +146,9 @@ SCATTER = only(
         for name in ("add", "subtract", "mul", "min", "max")
         for mode in ("clip", "drop")
     ),
-    case("set", lambda t, i, u: t.at[i].set(u), f32(16, 8), np.array([3, 17, 12, 0]), f32(4, 8)),
+    case("set", lambda t, i, u: t.at[i].set(u), f32(16, 8), DISTINCT, f32(4, 8)),
     case("apply", lambda t, i: t.at[i].apply(jnp.sin), f32(16, 8), np.array([3, 3, 12, -20])),
+    case("set of bools", lambda t, i, u: t.at[i].set(u), boolean(16, 8), DISTINCT, boolean(4, 8)),
     case("max of bools", lambda t, i, u: t.at[i].max(u), boolean(16, 8), STRAY, boolean(4, 2, 8)),
     case("gradient of embedding", jax.grad(lambda t, i: (t[i] ** 2).sum()), f32(16, 8), TOKENS),
     case(
@@ -304,7 +306,12 @@ LINALG = only(
     case("hessenberg", lambda x: lax.linalg.hessenberg(x), f32(8, 4, 4)),
     case("tridiagonal", lambda x: lax.linalg.tridiagonal(spd(x)), f32(8, 4, 4)),
     case("householder", lambda x, t: lax.linalg.householder_product(x, t), f32(8, 4, 4), f32(8, 4)),
-    case("symmetric product", lambda x, y: lax.linalg.symmetric_product(x, y), f32(8, 4, 4), f32(8, 4, 4)),
+    case(
+        "symmetric product",
+        lambda x, c: lax.linalg.symmetric_product(x, c, beta=1.0),
+        f32(8, 4, 8),
+        f32(8, 4, 4),
+    ),
     *(
         case(
             f"triangular solve, {'left' if left else 'right'}",
@@ -352,8 +359,12 @@ def test_all_combinations_are_right(case: Case):
     assert not report.wrong, str(report)
 
 
+# The updates of `x.at[i].apply(f)` are not read, so that any labelling of them would be right.
+COMPARABLE = [case for case in CASES if case.name != "apply"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", COMPARABLE, ids=lambda case: case.name)
 def test_no_right_labelling_is_missing(case: Case):
     report = check_rule(
         case.function, *case.args, primitives=case.primitives, mesh_shapes=(), incomplete=True
