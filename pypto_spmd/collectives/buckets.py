@@ -23,6 +23,7 @@ def bucket(items: list[Item], graph: Graph) -> list[Item]:
     """The items in their new order; those that travel together stand together and share a `bucket`."""
     maker = {value: place for place, item in enumerate(items) for value in _made(item)}
     needs = [{maker[v] for v in _read(item) if v in maker} for item in items]
+    _join_barriers(items, needs)
     readers: list[list[int]] = [[] for _ in items]
     for place, makers in enumerate(needs):
         for m in makers:
@@ -59,6 +60,17 @@ def bucket(items: list[Item], graph: Graph) -> list[Item]:
             issue(place)
         buckets += 1
     return order
+
+
+def _join_barriers(items: list[Item], needs: list[set[int]]) -> None:
+    """Has the barriers of one recomputation wait for each other's operands, so that they come together."""
+    joined: dict[int, set[int]] = {}
+    for place, item in enumerate(items):
+        if isinstance(item, DraftRun) and item.equation.name == "optimization_barrier":
+            # Those of one recomputation were made with the very same source.
+            together = joined.setdefault(id(item.equation.source), set())
+            together |= needs[place]
+            needs[place] = together
 
 
 def _made(item: Item) -> Iterator[Value]:

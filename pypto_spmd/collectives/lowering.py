@@ -12,6 +12,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -32,6 +33,20 @@ logger = logging.getLogger(__name__)
 
 Value = tuple[int, Layout]
 """A tensor in one layout."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Barrier:
+    """Barriers that hold back all their operands together."""
+
+    runs: tuple[Run, ...]
+
+    def makes(self, tensor: int) -> bool:
+        """Whether a tensor comes out of it."""
+        return any(tensor in run.equation.outputs for run in self.runs)
+
+
+_Item = Convert | Run | RunLoop | _Barrier
 
 _FIRE_ONCE = ("debug_callback", "debug_print", "io_callback")
 """Primitives that act on the world, once for a call and not once a device."""
@@ -120,24 +135,21 @@ class _Walk(ABC):
         environment: dict[Value, Any] = {}
         for tensor, layout, x in zip(block.inputs, schedule.inputs, arguments, strict=True):
             environment[tensor, layout] = x
-        for item, dead in zip(schedule.items, _deaths(schedule, block), strict=True):
+        items = _joined(schedule.items)
+        for item, dead in zip(items, _deaths(items, schedule, block), strict=True):
+            operands = [self._read(environment, *value) for value in _read_by(item)]
             if isinstance(item, Convert):
-                x = environment[item.tensor, item.leg.source]
-                environment[item.tensor, item.leg.target] = self.convert(item, x)
+                results: Sequence[Any] = [self.convert(item, operands[0])]
+            elif isinstance(item, _Barrier):
+                with _context(item.runs[0].equation, scope):
+                    results = lax.optimization_barrier(operands)
             else:
-                operands = [
-                    self._read(environment, atom, layout)
-                    for atom, layout in zip(item.equation.inputs, item.operands, strict=True)
-                ]
                 with _context(item.equation, scope):
                     if isinstance(item, Run):
                         results = self.apply(item, operands)
                     else:
                         results = self._loop(item, operands)
-                for tensor, layout, x in zip(
-                    item.equation.outputs, item.results, results, strict=True
-                ):
-                    environment[tensor, layout] = x
+            environment.update(zip(_made_by(item), results, strict=True))
             for value in dead:
                 environment.pop(value, None)
         return tuple(
@@ -318,24 +330,53 @@ class _OnWholes(_Walk):
         return lax.with_sharding_constraint(x, NamedSharding(self.jax_mesh, layout.spec))
 
 
-def _deaths(schedule: BlockSchedule, block: Block) -> list[list[Value]]:
-    """For each item of a schedule, the values that nothing after it reads."""
-    alive: set[Value] = {
-        (atom, layout)
-        for atom, layout in zip(block.outputs, schedule.outputs, strict=True)
-        if isinstance(atom, int)
-    }
-    dead: list[list[Value]] = []
-    for item in reversed(schedule.items):
-        if isinstance(item, Convert):
-            read, made = [(item.tensor, item.leg.source)], [(item.tensor, item.leg.target)]
+def _joined(items: Sequence[Convert | Run | RunLoop]) -> list[_Item]:
+    """The items with the barriers of one recomputation made one.
+
+    Apart, each would hold back its own operand only: what is recomputed could then start long before
+    the backward pass comes to it, and hold its memory until then.
+    """
+    joined: list[_Item] = []
+    for item in items:
+        last = joined[-1] if joined else None
+        if isinstance(item, Run) and item.equation.name == "optimization_barrier":
+            if isinstance(last, _Barrier) and last.runs[0].equation.source is item.equation.source:
+                joined[-1] = _Barrier((*last.runs, item))
+            else:
+                joined.append(_Barrier((item,)))
+        elif (
+            isinstance(item, Convert) and isinstance(last, _Barrier) and not last.makes(item.tensor)
+        ):
+            joined.insert(-1, item)
         else:
-            pairs = zip(item.equation.inputs, item.operands, strict=True)
-            read = [(atom, layout) for atom, layout in pairs if isinstance(atom, int)]
-            made = list(zip(item.equation.outputs, item.results, strict=True))
-        last = [value for value in (*read, *made) if value not in alive]
-        dead.append(last)
-        alive.update(read)
+            joined.append(item)
+    return joined
+
+
+def _read_by(item: _Item) -> list[tuple[Atom, Layout]]:
+    if isinstance(item, Convert):
+        return [(item.tensor, item.leg.source)]
+    if isinstance(item, _Barrier):
+        return [value for run in item.runs for value in _read_by(run)]
+    return list(zip(item.equation.inputs, item.operands, strict=True))
+
+
+def _made_by(item: _Item) -> list[Value]:
+    if isinstance(item, Convert):
+        return [(item.tensor, item.leg.target)]
+    if isinstance(item, _Barrier):
+        return [value for run in item.runs for value in _made_by(run)]
+    return list(zip(item.equation.outputs, item.results, strict=True))
+
+
+def _deaths(items: Sequence[_Item], schedule: BlockSchedule, block: Block) -> list[list[Any]]:
+    """For each item of a schedule, the values that nothing after it reads."""
+    alive: set[Any] = set(zip(block.outputs, schedule.outputs, strict=True))
+    dead: list[list[Any]] = []
+    for item in reversed(items):
+        touched = (*_read_by(item), *_made_by(item))
+        dead.append([value for value in touched if value not in alive])
+        alive.update(touched)
     return dead[::-1]
 
 
