@@ -32,7 +32,7 @@ AXES = ("x", "y", "z")
 MOST_LABELLINGS = 300
 """How many labellings of one equation the search for missing ones tries."""
 
-_QUICKLY = {"xla_backend_optimization_level": 0}
+_QUICKLY: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 """Each program runs once, so that compiling it is most of the time."""
 
 ROUNDINGS = 64
@@ -156,7 +156,7 @@ def _applications(
 
     def read(variable: Any) -> Any:
         if isinstance(variable, Literal):
-            return jnp.asarray(variable.val, variable.aval.dtype)
+            return jnp.asarray(variable.val, getattr(variable.aval, "dtype", None))
         return values[variable]
 
     for eqn in jaxpr.eqns:
@@ -512,7 +512,7 @@ class _Emitted:
     step: int
     kind: str
     axes: tuple[str, ...]
-    eqn: JaxprEqn
+    eqn: Any
 
     def elements(self, group: int) -> int:
         """Elements of the tensor that is whole over the group, see `Exchange`."""
