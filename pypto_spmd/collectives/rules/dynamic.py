@@ -113,7 +113,11 @@ def _local_slice(ctx: Context, params: Mapping[str, Any]) -> dict[str, Any]:
     limits = tuple(
         local if n == size else limit
         for local, n, size, limit in zip(
-            ctx.in_shape(0), ctx.ins[0].shape, ctx.outs[0].shape, params["limit_indices"], strict=True
+            ctx.in_shape(0),
+            ctx.ins[0].shape,
+            ctx.outs[0].shape,
+            params["limit_indices"],
+            strict=True,
         )
     )
     return {"limit_indices": limits}
@@ -260,7 +264,9 @@ def _clamped(starts: Sequence[jax.Array], whole: Sequence[int], part: Sequence[i
         last = size - count
         if last <= np.iinfo(start.dtype).max:
             start = lax.min(start, jnp.asarray(last, start.dtype))
-        begin.append(lax.convert_element_type(lax.max(start, jnp.zeros((), start.dtype)), jnp.int32))
+        begin.append(
+            lax.convert_element_type(lax.max(start, jnp.zeros((), start.dtype)), jnp.int32)
+        )
     return begin
 
 

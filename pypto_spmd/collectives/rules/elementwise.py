@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from pypto_spmd.collectives.rules.factor import Linear, Rule, factor_rule, whole_rule
-from pypto_spmd.collectives.rules.moving import dim_names, is_inexact, moves
+from pypto_spmd.collectives.rules.moving import dim_names, is_inexact, moves, moving_ops
 from pypto_spmd.collectives.rules.registry import Aval, rule
 
 _NONLINEAR = [
@@ -99,9 +97,9 @@ def _identity(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval
 @rule("device_put")
 def _device_put(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ...]) -> Rule:
     # Inside one program all is on the mesh already.
-    if len(ins) > 1:
+    if len(ins) != 1:
         return whole_rule([a.shape for a in ins], [a.shape for a in outs], "several arrays at once")
-    made = elementwise(ins, outs, moves({0}, ins[0].dtype))
+    made = elementwise(ins, outs, moves({0}, outs[0].dtype))
     return replace(made, bind=lambda ctx, x: [x])
 
 
@@ -121,10 +119,11 @@ def _select_n(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval
 def _convert(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ...]) -> Rule:
     # A cast between inexact types is linear, and increasing, up to rounding. Casts of integers are
     # not: they wrap at another size than the sum did.
-    inexact = is_inexact(ins[0].dtype) and is_inexact(outs[0].dtype)
-    complex_ = any(np.dtype(a.dtype).kind == "c" for a in (*ins, *outs)) if inexact else False
-    ops = ("sum",) if complex_ else ("sum", "max", "min")
-    return elementwise(ins, outs, (Linear(frozenset({0}), ops),) if inexact else ())
+    source, target = ins[0].dtype, outs[0].dtype
+    if not is_inexact(source) or not is_inexact(target):
+        return elementwise(ins, outs, ())
+    ops = tuple(op for op in moving_ops(source) if op in moving_ops(target))
+    return elementwise(ins, outs, (Linear(frozenset({0}), ops),))
 
 
 @rule("reduce_precision")

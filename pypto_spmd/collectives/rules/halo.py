@@ -132,7 +132,9 @@ def with_windows(
         for d, (before, after) in enumerate(
             zip(rule.operands[window.operand], rule.results[0], strict=True)
         ):
-            dim, shape = (after, outs[0].shape) if d < window.dim else (before, ins[window.operand].shape)
+            dim, shape = (
+                (after, outs[0].shape) if d < window.dim else (before, ins[window.operand].shape)
+            )
             if d != window.dim:
                 factors += dim
                 whole *= 1 if dim else shape[d]

@@ -88,9 +88,7 @@ def _sort(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ..
     names = dim_names(len(ins[0].shape))
     names[params["dimension"]] = "_"
     all_dims = ", ".join([" ".join(names)] * len(ins))
-    return factor_rule(
-        f"{all_dims} -> {all_dims}", [a.shape for a in ins], [a.shape for a in outs]
-    )
+    return factor_rule(f"{all_dims} -> {all_dims}", [a.shape for a in ins], [a.shape for a in outs])
 
 
 def _word_bytes(dtype: np.dtype) -> int:
@@ -104,7 +102,12 @@ def _candidates_exchange(operand: Aval, axis: int, count: int) -> Exchange:
     others = tuple(d for d in range(len(operand.shape)) if d != axis)
     what = "its candidate" if count == 1 else f"{count} candidates"
     return Exchange(
-        "all_gather", others, float(count * words), word, per_shard=True, what=f"{what} of each device"
+        "all_gather",
+        others,
+        float(count * words),
+        word,
+        per_shard=True,
+        what=f"{what} of each device",
     )
 
 

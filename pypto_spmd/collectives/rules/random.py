@@ -37,9 +37,7 @@ def _per_key(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval,
 @rule("random_wrap", "random_unwrap")
 def _base_array(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ...]) -> Rule:
     names = dim_names(min(len(ins[0].shape), len(outs[0].shape)))
-    left, right = (
-        " ".join(names + ["_"] * (len(a.shape) - len(names))) for a in (ins[0], outs[0])
-    )
+    left, right = (" ".join(names + ["_"] * (len(a.shape) - len(names))) for a in (ins[0], outs[0]))
     return factor_rule(f"{left} -> {right}", [ins[0].shape], [outs[0].shape])
 
 
@@ -72,12 +70,14 @@ def _random_gamma(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[
     names = dim_names(len(ins[0].shape))
     rest = ["_"] * (len(outs[0].shape) - len(names))
     full = " ".join(names + rest)
-    return factor_rule(f"{' '.join(names)}, {full} -> {full}", [a.shape for a in ins], [outs[0].shape])
+    return factor_rule(
+        f"{' '.join(names)}, {full} -> {full}", [a.shape for a in ins], [outs[0].shape]
+    )
 
 
 def _generator(aval: Aval) -> str:
     """The tag of a key array's generator, "" of another array, "?" of an unknown key."""
-    if not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    if not jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return ""
     tag = str(aval.dtype).removeprefix("key<").removesuffix(">")
     return tag if tag in ("fry", "rbg", "urbg") else "?"
@@ -111,7 +111,7 @@ def _counted(
         if not any(ctx.axes(n) for n in names[batch:]):
             return ctx.bind(keys)
         local, start = ctx.out_shape(), ctx.out_start()
-        if not jax.config.jax_threefry_partitionable:
+        if not jax.config.jax_threefry_partitionable:  # pyright: ignore[reportAttributeAccessIssue]
             made = ctx.bind(keys)  # the older counters are no element's own: make all, keep a part
             kept = [jnp.int32(0)] * batch + list(start[batch:])
             return lax.dynamic_slice(made, kept, local)

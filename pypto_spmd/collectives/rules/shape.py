@@ -329,7 +329,9 @@ def _tile(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ..
     names = dim_names(len(ins[0].shape))
     reps = params["reps"]
     # The repetitions are the major factor of a result's dim: each device makes some of them.
-    out = [n if r == 1 else f"(rep{d} {n})" for d, (n, r) in enumerate(zip(names, reps, strict=True))]
+    out = [
+        n if r == 1 else f"(rep{d} {n})" for d, (n, r) in enumerate(zip(names, reps, strict=True))
+    ]
 
     def bind(ctx: Context, x: Any) -> Any:
         local = tuple(1 if r == 1 else ctx.local_size(f"rep{d}") for d, r in enumerate(reps))
