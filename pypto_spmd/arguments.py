@@ -5,7 +5,7 @@ them. Specs come in the order of the signature. `Arguments` knows both orders.
 """
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from jax.tree_util import keystr
 
 from pypto_spmd.errors import Fault, listed, quoted
+from pypto_spmd.nnx_body import Modules, split_modules
 
 Signed = tuple[tuple[int, ...], Any, bool]
 """What a program is made for: shape, dtype and weak type of an array."""
@@ -59,6 +60,7 @@ class Arguments:
         order: their places in the order of the signature.
         statics: the static arguments, with the place of each among the positional ones, -1 for keywords.
         omitted: parameters that the call leaves to their defaults.
+        modules: the nnx modules among the arguments, of which `values` has the states.
     """
 
     names: tuple[str, ...]
@@ -67,6 +69,7 @@ class Arguments:
     order: tuple[int, ...]
     statics: tuple[tuple[int, Static], ...]
     omitted: frozenset[str]
+    modules: Modules | None = None
 
     @property
     def keywords(self) -> tuple[str, ...]:
@@ -74,7 +77,16 @@ class Arguments:
         return self.names[self.positional :]
 
     def call(self, function: Callable[..., Any], values: Sequence[Any]) -> Any:
-        """Calls the function with other values for the arrays, the static ones in their places."""
+        """Calls the function with other values for the arrays, the static ones in their places.
+
+        Returns:
+            What the function returns; if modules are among the arguments, after their new states.
+        """
+        if self.modules is not None:
+            return self.modules.call(values, lambda whole: self._call(function, whole))
+        return self._call(function, values)
+
+    def _call(self, function: Callable[..., Any], values: Sequence[Any]) -> Any:
         args = list(values[: self.positional])
         kwargs = dict(zip(self.keywords, values[self.positional :], strict=True))
         for place, static in self.statics:
@@ -84,13 +96,27 @@ class Arguments:
                 kwargs[static.name] = static.value
         return function(*args, **kwargs)
 
+    def take(self, result: Any) -> Any:
+        """The function's own result of what `call` gave; puts new states into the modules."""
+        if self.modules is None:
+            return result
+        *states, own = result
+        self.modules.update(states)
+        return own
+
     def leaf_names(self) -> tuple[str, ...]:
         """The path of every array, as a person would write it: `params['w']`."""
-        return tuple(
-            name + keystr(path)
-            for name, value in zip(self.names, self.values, strict=True)
-            for path, _ in jax.tree_util.tree_leaves_with_path(value)
-        )
+        named = zip(self.names, self.values, strict=True)
+        return tuple(path for name, value in named for path in _paths(name, value))
+
+    def result_names(self, result: Any) -> tuple[str, ...]:
+        """The path of every array of what `call` gave."""
+        if self.modules is None:
+            return _paths("result", result)
+        *states, own = result
+        modules = [f"new {self.names[place]}" for place in self.modules.places]
+        named = [*zip(modules, states, strict=True), ("result", own)]
+        return tuple(path for name, value in named for path in _paths(name, value))
 
     def faults(self) -> list[Fault]:
         """The arguments that are no arrays, and the static ones that can't be."""
@@ -121,6 +147,12 @@ def is_array(leaf: Any) -> bool:
     return isinstance(
         leaf, jax.Array | jax.ShapeDtypeStruct | bool | int | float | complex
     ) or hasattr(leaf, "__jax_array__")
+
+
+def _paths(name: str, value: Any) -> tuple[str, ...]:
+    """A path for every array; of an nnx variable without the step to its value."""
+    pairs = jax.tree_util.tree_leaves_with_path(value)
+    return tuple(name + keystr(path).removesuffix(".value") for path, _ in pairs)
 
 
 def described(leaf: Any) -> str:
@@ -255,14 +287,9 @@ class Signature:
         keywords = range(positional, len(names))
         by_rank = sorted(keywords, key=lambda i: (ranks.get(names[i], len(ranks)), i))
         omitted = frozenset(self.names) - frozenset(given) - self.static
-        return Arguments(
-            tuple(names),
-            tuple(values),
-            positional,
-            (*range(positional), *by_rank),
-            tuple(statics),
-            omitted,
-        )
+        split, modules = split_modules(values)
+        order = (*range(positional), *by_rank)
+        return Arguments(tuple(names), split, positional, order, tuple(statics), omitted, modules)
 
     def _is_static(self, name: str, place: int, value: Any) -> bool:
         if name in self.static:
@@ -278,8 +305,3 @@ def _signature_of(function: Callable[..., Any]) -> inspect.Signature:
     except (ValueError, TypeError):  # some builtins have none
         args = inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)
         return inspect.Signature([args, inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)])
-
-
-def fast_key(statics: Sequence[tuple[int, Static]]) -> Hashable:
-    """The static part of a program's key."""
-    return tuple(statics)

@@ -304,7 +304,8 @@ class SPMDFunction:
             )
         program = self._program(self._signature.bind(args, kwargs))
         text = program.compiled.as_text() or ""
-        found = reconcile(program.plan.steps, text, dict(program.call.options.mesh.shape))
+        planned = program_of(program.call)
+        found = reconcile(planned.plan.steps, text, planned.axis_sizes)
         found.check()
         return found
 
@@ -326,7 +327,7 @@ class SPMDFunction:
         operands = [*program.captured, *leaves]
         if inlining_mesh() is not None or any(isinstance(o, Tracer) for o in operands):
             results = program.call(*operands)
-            return jax.tree.unflatten(program.result_tree, results)
+            return arguments.take(jax.tree.unflatten(program.result_tree, results))
         described = next((leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)), None)
         if described is not None:
             refuse(
@@ -341,9 +342,10 @@ class SPMDFunction:
             result = program.run(*program.place(arguments.values))
         # A program is hot when it is the only one or runs twice in a row.
         is_hot = self._last is program or len(self._programs) == 1
+        is_hot = is_hot and arguments.modules is None
         self._hot = self._as_hot(program, arguments, kwargs) if is_hot else None
         self._last = program
-        return result
+        return arguments.take(result)
 
     def _as_hot(self, program: Executable, arguments: Arguments, kwargs: Mapping[str, Any]) -> _Hot:
         scalars = tuple(
@@ -408,7 +410,9 @@ class SPMDFunction:
             leaves, tree = jax.tree.flatten(arguments.values)
             forms = tuple(map(signed, leaves))
             # Programs of tracers of an outer function may hold them, so that these are made anew.
-            key = (mesh, arguments.statics, arguments.names, tree, forms, x64, _trace_context())
+            modules = None if arguments.modules is None else arguments.modules.key
+            context = _trace_context()
+            key = (mesh, arguments.statics, modules, arguments.names, tree, forms, x64, context)
             program = self._programs.get(key)
             if program is None:
                 program = self._make_program(
@@ -438,8 +442,10 @@ class SPMDFunction:
             # Of a wrong spec and a failing function the spec is told first, being there first.
             raise_faults(self._subject(), faults)
             raise
-        out_specs = resolve(
-            self._options.out_shardings, traced.result, mesh, role="result", faults=faults
+        *states, result = traced.result if arguments.modules else (traced.result,)
+        out_specs: list[PartitionSpec | None] = [None] * len(jax.tree.leaves(states))
+        out_specs += resolve(
+            self._options.out_shardings, result, mesh, role="result", faults=faults
         )
         raise_faults(self._subject(), faults)
         leaves = jax.tree.leaves(arguments.values)
@@ -473,7 +479,6 @@ class SPMDFunction:
             for _ in jax.tree.leaves(value)
         ]
         captured = traced.captured
-        paths = jax.tree_util.tree_leaves_with_path(traced.result)
         call = Call(
             traced.jaxpr,
             CallLayouts(
@@ -483,7 +488,7 @@ class SPMDFunction:
             replace(
                 options,
                 argument_names=traced.captured_names + options.argument_names,
-                result_names=tuple("result" + jax.tree_util.keystr(path) for path, _ in paths),
+                result_names=arguments.result_names(traced.result),
             ),
         )
         call = _tied(call, {i: len(captured) + j for i, j in next_of.items() if outputs[i] is None})
@@ -638,7 +643,7 @@ def _tied(call: Call, next_of: Mapping[int, int]) -> Call:
     if not next_of:
         return call
     outputs = list(call.layouts.outputs)
-    inputs = program_of(call).schedule.inputs
+    inputs = program_of(call).inputs
     for result, operand in next_of.items():
         outputs[result] = inputs[operand].spec
     return replace(call, layouts=CallLayouts(call.layouts.inputs, tuple(outputs)))
