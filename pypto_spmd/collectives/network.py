@@ -96,6 +96,8 @@ class Network:
         self._tainted = bytearray(count)
         for variable in exempt:
             self._tainted[variable] = 1
+        # Eliminating these taints their neighbours, so what is easy without is done before.
+        self._held = set(exempt)
         self._dirty = deque(range(count))
         self._is_dirty = bytearray([1]) * count
         self._weights = [0] * count
@@ -139,7 +141,7 @@ class Network:
     def order(self) -> None:
         """Sets up the order of elimination, after the first :meth:`prune`."""
         self._weights = [self._weight(variable) for variable in range(len(self._sizes))]
-        self._heap = list(zip(self._weights, range(len(self._sizes)), strict=True))
+        self._heap = [(w, v) for v, w in enumerate(self._weights) if v not in self._held]
         heapify(self._heap)
         self._reweigh.clear()
 
@@ -149,18 +151,20 @@ class Network:
         Returns:
             The variable; None if no tables are left.
         """
-        weights, heap, alive = self._weights, self._heap, self._alive
+        weights, heap, alive, held = self._weights, self._heap, self._alive, self._held
         for variable in self._reweigh:
             if alive[variable]:
                 weight = self._weight(variable)
                 if weight != weights[variable]:
                     weights[variable] = weight
-                    heappush(heap, (weight, variable))
+                    if variable not in held:
+                        heappush(heap, (weight, variable))
         self._reweigh.clear()
         while heap:
-            weight, variable = heappop(heap)
+            weight, variable = heap[0]
             if alive[variable] and weights[variable] == weight and self._incident[variable]:
                 return variable
+            heappop(heap)
         return None
 
     def plan(self) -> list[int]:
@@ -222,27 +226,35 @@ class Network:
         plan: Iterator[int] | None = None
         self.prune()
         self.order()
-        while (variable := self.lightest()) is not None:
-            if self._weights[variable] > EASY_ENTRIES:
+        while True:
+            variable = self.lightest()
+            if variable is None or self._weights[variable] > EASY_ENTRIES:
+                if plan is None and self._settle():
+                    continue
+                if self._held:
+                    self._release()
+                    continue
+                if variable is None:
+                    return exact
                 if plan is None:
-                    heappush(self._heap, (self._weights[variable], variable))
-                    if self._settle():
-                        continue
                     plan = iter(self.plan())
-                    variable = heappop(self._heap)[1]
                 planned = next((v for v in plan if self._alive[v] and self._incident[v]), variable)
-                if self.message_entries(planned) > max_entries:
-                    plan = iter(())  # where all is too wide, smallest first gives better bounds
-                elif planned != variable:
-                    heappush(self._heap, (self._weights[variable], variable))
+                if self.message_entries(planned) <= max_entries:
                     variable = planned
+                else:
+                    plan = iter(())  # where all is too wide, smallest first gives better bounds
             if self.message_entries(variable) <= max_entries:
                 self.eliminate(variable)
             else:
                 self.eliminate_in_parts(variable, max_entries)
                 exact = False
             self.prune()
-        return exact
+
+    def _release(self) -> None:
+        """Lets the exempt variables be eliminated as well."""
+        for variable in sorted(self._held):
+            heappush(self._heap, (self._weights[variable], variable))
+        self._held.clear()
 
     def eliminate(self, variable: int) -> None:
         """Replaces a variable and its tables by one table over its neighbours.
