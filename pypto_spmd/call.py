@@ -134,9 +134,9 @@ def program_of(call: Call) -> Program:
 
 def shardings(call: Call) -> tuple[tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
     """The planned shardings of a call's operands and results."""
-    schedule = program_of(call).schedule
+    program = program_of(call)
     mesh = call.options.mesh.jax_mesh
-    inputs, outputs = schedule.inputs, schedule.outputs
+    inputs, outputs = program.inputs, program.outputs
     named = lambda layouts: tuple(NamedSharding(mesh, layout.spec) for layout in layouts)  # noqa: E731
     return named(inputs), named(outputs)
 
@@ -186,7 +186,7 @@ def _lower(context: mlir.LoweringRuleContext, *operands: Any, mesh_hint: Any, **
     call = Call(**params)
     program = program_of(call)
     report(program.plan)
-    jax_mesh = call.options.mesh.jax_mesh
+    jax_mesh = program.mesh.jax_mesh
     if call.options.lower_to == "jit":
         function = lowering.lower_with_constraints(program, jax_mesh)
     else:
@@ -332,10 +332,10 @@ def _linearized(call: Call, active: tuple[bool, ...], inlined: bool) -> _Lineari
 
 
 def _planned(call: Call) -> CallLayouts:
-    schedule = program_of(call).schedule
+    program = program_of(call)
     return CallLayouts(
-        tuple(layout.spec for layout in schedule.inputs),
-        tuple(layout.spec for layout in schedule.outputs),
+        tuple(layout.spec for layout in program.inputs),
+        tuple(layout.spec for layout in program.outputs),
     )
 
 

@@ -285,7 +285,7 @@ class _Nesting:
 
     def _add_loop(self, equation: Equation, block: Block) -> None:
         for link in links_of(equation, block.weight):
-            if isinstance(link.source, Constant) or link.kind == "xs" or link.kind == "ys":
+            if isinstance(link.source, Constant):
                 continue
             first, second = (self.tensor_variable.get(t) for t in (link.source, link.target))
             if (first is None and second is None) or link.source == link.target:
@@ -298,15 +298,26 @@ class _Nesting:
                 for target_order in self.orders[second] if second is not None else (None,):
                     if target_order is not None:
                         self.layouts.tensor_order[link.target] = target_order
-                    source = self.layouts.stored(link.source)
-                    target = self.layouts.stored(link.target)
-                    same = link.kind == "same" and source != target
-                    cost = np.inf if same else self._bytes(link.target, source, target)
-                    row.append(link.weight * cost)
+                    row.append(link.weight * self._link_bytes(link))
                 rows.append(row)
             for tensor in (link.source, link.target):
                 self.layouts.tensor_order.pop(tensor, None)
             self._add([first, second], np.array(rows))
+
+    def _link_bytes(self, link: Link) -> float:
+        """What a link sends, under the orders that are being tried."""
+        layouts = self.layouts
+        if link.kind == "xs":
+            stack = layouts.stack(link)
+            labels = {a: stack.label(a) for a in layouts.axes}
+            return self._bytes(link.source, layouts.stored(link.source, labels), stack)
+        source = layouts.stored(link.source)
+        if link.kind == "ys":
+            return self._bytes(link.source, source, layouts.slice_of(layouts.pile(link.target)))
+        target = layouts.stored(link.target)
+        if link.kind == "same" and source != target:
+            return np.inf
+        return self._bytes(link.target, source, target)
 
     def _add_ends(self) -> None:
         """Arguments and results whose layout is given."""

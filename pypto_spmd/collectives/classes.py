@@ -46,8 +46,14 @@ class DimClasses:
             self.parents[max(a, b)] = min(a, b)
 
 
-def dim_classes(graph: Graph) -> DimClasses:
-    """The classes of all dims of `graph`."""
+def dim_classes(graph: Graph, *, inner: bool = False) -> DimClasses:
+    """The classes of all dims of `graph`.
+
+    Args:
+        graph: the graph.
+        inner: whether a dim of several factors is one class with the dims of all of them, and not with
+            those of the first alone: where an axis is cut, its parts may split one factor each.
+    """
     offsets, total = [], 0
     for aval in graph.avals:
         offsets.append(total)
@@ -56,6 +62,9 @@ def dim_classes(graph: Graph) -> DimClasses:
     for equation, _ in graph.equations():
         if equation.rule is not None:
             for nodes in factor_dims(equation):
+                for node in nodes[1:]:
+                    classes.join(nodes[0], node)
+            for nodes in inner_dims(equation) if inner else ():
                 for node in nodes[1:]:
                     classes.join(nodes[0], node)
         else:
@@ -84,6 +93,20 @@ def factor_dims(equation: Equation) -> list[list[tuple[int, int]]]:
             if isinstance(atom, int):
                 nodes.append((atom, dim))
         found.append(nodes)
+    return found
+
+
+def inner_dims(equation: Equation) -> list[list[tuple[int, int]]]:
+    """For each factor of an equation's rule, all (tensor, dim)s that it is part of."""
+    rule = equation.rule
+    assert rule is not None
+    found: list[list[tuple[int, int]]] = [[] for _ in rule.factors]
+    for atoms, tensors in ((equation.inputs, rule.operands), (equation.outputs, rule.results)):
+        for atom, dims in zip(atoms, tensors, strict=True):
+            for d, dim in enumerate(dims):
+                for factor in dim if isinstance(atom, int) else ():
+                    if rule.factors[factor].size > 1:
+                        found[factor].append((atom, d))
     return found
 
 

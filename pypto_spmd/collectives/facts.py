@@ -56,9 +56,9 @@ class GraphFacts:
     batched: frozenset[int]
 
 
-def read_graph(graph: Graph) -> GraphFacts:
-    """The facts of a graph."""
-    classes = dim_classes(graph)
+def read_graph(graph: Graph, *, inner: bool = False) -> GraphFacts:
+    """The facts of a graph; `inner` as for `dim_classes`."""
+    classes = dim_classes(graph, inner=inner)
     dims = tuple(
         tuple(classes.find(tensor, d) for d in range(len(aval.shape)))
         for tensor, aval in enumerate(graph.avals)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pypto_spmd.collectives.axis import AxisLabels, AxisProblem, Request
-from pypto_spmd.collectives.facts import read_graph
+from pypto_spmd.collectives.facts import GraphFacts, read_graph
 from pypto_spmd.sharding.layout import Label
 
 MAX_SWEEPS = 4
@@ -29,9 +29,14 @@ class Labelling:
         return max(gaps, default=0.0)
 
 
-def infer(request: Request) -> Labelling:
-    """The least-cost labels of all axes."""
-    facts = read_graph(request.graph)
+def infer(request: Request, facts: GraphFacts | None = None) -> Labelling:
+    """The least-cost labels of all axes.
+
+    Args:
+        request: what is asked.
+        facts: of its graph, if they are known.
+    """
+    facts = facts or read_graph(request.graph)
     axes = [a for a in request.axis_order if request.axis_sizes[a] > 1]
     labels: dict[str, AxisLabels] = {}
     seen: dict[str, tuple[AxisLabels, ...]] = {}

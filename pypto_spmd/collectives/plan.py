@@ -41,6 +41,8 @@ class CommStep:
         elements: elements, on one device, of the larger of what goes in and what comes out.
         dtype: its dtype.
         tensors: how many tensors travel together.
+        recomputes: index of the step that did the same before, where this one belongs to a recomputation
+            (`jax.checkpoint`); a compiler that does not keep the two apart runs one of them.
     """
 
     index: int
@@ -57,6 +59,7 @@ class CommStep:
     elements: int
     dtype: str
     tensors: int = 1
+    recomputes: int | None = None
 
     @property
     def times(self) -> int:
@@ -144,7 +147,8 @@ class CommPlan:
 
         Returns:
             For each mesh axis and label of the argument there ("data: S(0)"), the least cost of the whole
-            plan under its objective, relative to the chosen layout, in bytes; the other axes stay as they are.
+            plan under its objective, relative to the chosen layout, in bytes; the other axes stay as they
+            are.
 
         Raises:
             KeyError: if there is no such argument.

@@ -1,6 +1,6 @@
 """From a graph to a program: infer the labels, assemble layouts, schedule, number the steps."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -11,14 +11,17 @@ from pypto_spmd.collectives.assemble import Layouts, assemble
 from pypto_spmd.collectives.axis import Request
 from pypto_spmd.collectives.drafts import DraftBlock, DraftConvert, DraftRun
 from pypto_spmd.collectives.explore import explorer
+from pypto_spmd.collectives.facts import read_graph
 from pypto_spmd.collectives.graph import Graph
 from pypto_spmd.collectives.inference import infer
 from pypto_spmd.collectives.narrate import Narrator
 from pypto_spmd.collectives.objective import OBJECTIVES
 from pypto_spmd.collectives.plan import CommPlan, CommStep, show_bytes
 from pypto_spmd.collectives.program import BlockSchedule, Convert, Program, Run, RunLoop
-from pypto_spmd.collectives.rules import Aval
+from pypto_spmd.collectives.recomputation import originals
+from pypto_spmd.collectives.rules import Aval, Exchange
 from pypto_spmd.collectives.schedule import schedule
+from pypto_spmd.collectives.sub_axes import Parts, coarsened, cut, join, joined, needed_parts
 from pypto_spmd.errors import Fault, raise_faults, spmd_function
 from pypto_spmd.mesh import DeviceMesh
 from pypto_spmd.mesh.topology import seconds, slowest_first
@@ -60,20 +63,41 @@ def make_program(
     missing = _without_rule(graph)
     if strict:
         raise_faults(spmd_function(function_name), [_missing_fault(n, s) for n, s in missing])
+    facts = read_graph(graph)
+    given = _layouts(inputs, [graph.avals[t] for t in graph.block.inputs], mesh)
+    wanted = _layouts(outputs, [graph.aval(a) for a in graph.block.outputs], mesh)
+    ends = [
+        *zip(graph.block.inputs, given, strict=True),
+        *zip(graph.block.outputs, wanted, strict=True),
+    ]
+    parts = needed_parts(facts, mesh, ends)
+    fine_mesh = mesh
+    if parts:
+        fine_mesh, facts = mesh.refined(parts), read_graph(graph, inner=True)
     request = Request(
         graph,
-        dict(mesh.shape),
-        slowest_first(mesh),
-        _layouts(inputs, [graph.avals[t] for t in graph.block.inputs], mesh),
-        _layouts(outputs, [graph.aval(a) for a in graph.block.outputs], mesh),
+        dict(fine_mesh.shape),
+        slowest_first(fine_mesh),
+        tuple(cut(layout, parts) for layout in given),
+        tuple(cut(layout, parts) for layout in wanted),
         tuple(is_state),
         OBJECTIVES[objective],
     )
-    labelling = infer(request)
+    labelling = infer(request, facts)
     layouts = assemble(request, labelling)
+    if parts:
+        settled = _settle_ends(layouts, parts)
+        if settled.inputs != request.inputs or settled.outputs != request.outputs:
+            request = settled
+            labelling = infer(request, facts)
+            layouts = assemble(request, labelling)
     draft = schedule(layouts)
-    numbering = _Numbering(layouts, mesh)
+    numbering = _Numbering(layouts, fine_mesh, parts)
     block = numbering.block(draft)
+    on_mesh = tuple(
+        tuple(joined(layout, parts) or layout for layout in found)
+        for found in (block.inputs, block.outputs)
+    )
     notes = [
         f"no rule for {name} at {place or 'an unknown line'}: runs whole" for name, place in missing
     ]
@@ -86,13 +110,29 @@ def make_program(
         dict(mesh.shape),
         objective,
         tuple(numbering.steps),
-        dict(zip(names, map(str, block.inputs), strict=True)),
-        dict(zip(results, map(str, block.outputs), strict=True)),
+        dict(zip(names, map(str, on_mesh[0]), strict=True)),
+        dict(zip(results, map(str, on_mesh[1]), strict=True)),
         tuple(notes),
         labelling.gap,
         explorer(request, labelling, names),
     )
-    return Program(graph, plan, block, dict(mesh.shape))
+    return Program(graph, plan, block, *on_mesh, fine_mesh, parts)
+
+
+def _settle_ends(layouts: Layouts, parts: Parts) -> Request:
+    """The request with its free ends given, where they would lie on a part of an axis."""
+    request = layouts.request
+
+    def settled(layout: Layout | None, found: Layout) -> Layout | None:
+        if layout is not None or joined(found, parts) is not None:
+            return layout
+        return cut(coarsened(found, parts), parts)
+
+    return replace(
+        request,
+        inputs=tuple(settled(g, layouts.argument(i)) for i, g in enumerate(request.inputs)),
+        outputs=tuple(settled(g, layouts.output(i)) for i, g in enumerate(request.outputs)),
+    )
 
 
 def note_cheaper(program: Program, cheapest: Program) -> Program:
@@ -137,15 +177,28 @@ def _missing_fault(name: str, place: str) -> Fault:
     )
 
 
+def _sent(draft: DraftRun, exchange: Exchange, axes: tuple[str, ...]) -> Hashable | None:
+    """What an exchange sends: equal for two equations of a block that can share it."""
+    if exchange.sent is None:
+        return None
+    operand, rows = exchange.sent
+    atom = draft.equation.inputs[operand]
+    return id(draft.block), atom, draft.operands[operand], axes, rows
+
+
 class _Numbering:
     """Numbers the steps of a draft schedule in order of execution, and describes them."""
 
-    def __init__(self, layouts: Layouts, mesh: DeviceMesh) -> None:
+    def __init__(self, layouts: Layouts, mesh: DeviceMesh, parts: Parts) -> None:
         self.layouts = layouts
         self.mesh = mesh
+        self.parts = parts
         self.axis_sizes = layouts.request.axis_sizes
         self.narrator = Narrator(layouts)
         self.steps: list[CommStep] = []
+        self.originals = originals(layouts.request.graph)
+        self.first: dict[Hashable, int] = {}
+        self.sent: dict[Hashable, int] = {}  # steps that do for every equation that asks for the same
 
     def block(self, draft: DraftBlock) -> BlockSchedule:
         """The final schedule of a draft block."""
@@ -183,6 +236,10 @@ class _Numbering:
             for index, exchange in enumerate(
                 equation.rule.factors[factor].exchanges_for(prod(self.axis_sizes[a] for a in axes))
             ):
+                sent = _sent(draft, exchange, axes)
+                if sent is not None and sent in self.sent:
+                    steps[factor, index] = self.sent[sent]
+                    continue
                 local = [
                     f.size // prod(self.axis_sizes[a] for a in splits.get(i, ()))
                     for i, f in enumerate(equation.rule.factors)
@@ -201,7 +258,10 @@ class _Numbering:
                     reason=f"{equation.name} along a dim split over "
                     f"{' and '.join(map(repr, axes))} exchanges {exchange.what or 'what it lacks'}",
                     dtype="",
+                    does=(id(draft.block), self._original(equation.outputs[0]), factor, index),
                 )
+                if sent is not None:
+                    self.sent[sent] = steps[factor, index]
         return Run(equation, draft.operands, draft.results, splits, steps)
 
     def _convert_step(self, members: list[DraftConvert]) -> int:
@@ -226,20 +286,28 @@ class _Numbering:
             reason=self.narrator.reason(first),
             dtype=str(aval.dtype),
             tensors=len(members),
+            does=(id(first.block), *((self._original(m.tensor), m.leg) for m in members)),
         )
+
+    def _original(self, tensor: int) -> int:
+        return self.originals.get(tensor, tensor)
 
     def _add(
         self, kind: str, axes: tuple[str, ...], full: float, itemsize: float, *,
         repeat: int | None, op: str, tensor: str, source: str, reason: str, dtype: str, tensors: int = 1,
+        does: Hashable,
     ) -> int:  # fmt: skip
         group = prod(self.axis_sizes[a] for a in axes)
         sent = wire_bytes(kind, full * itemsize, group)
         # Of an AllToAll no device ever holds more than its share.
         held = full / group if kind == "all_to_all" else full
+        first = self.first.setdefault(does, len(self.steps))
         self.steps.append(
             CommStep(
-                len(self.steps), kind, axes, full * itemsize, sent, seconds(kind, sent, axes, self.mesh),
+                len(self.steps), kind, join(axes, self.parts), full * itemsize, sent,
+                seconds(kind, sent, axes, self.mesh),
                 repeat, op, tensor, source, reason, int(np.ceil(held)), dtype, tensors,
+                None if first == len(self.steps) else first,
             )
         )  # fmt: skip
         return len(self.steps) - 1

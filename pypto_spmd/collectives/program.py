@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from pypto_spmd.collectives.graph import Equation, Graph
 from pypto_spmd.collectives.plan import CommPlan
+from pypto_spmd.collectives.sub_axes import Parts
+from pypto_spmd.mesh import DeviceMesh
 from pypto_spmd.sharding.layout import Layout
 from pypto_spmd.sharding.redistribute import Leg
 
@@ -96,11 +98,22 @@ class Program:
         graph: the traced function.
         plan: its communication.
         schedule: its body; `schedule.inputs` and `schedule.outputs` are the layouts of the arguments and
-            results, none of them partial.
-        axis_sizes: size of each mesh axis, in mesh order.
+            results on `mesh`, none of them partial.
+        inputs: layout of each argument on the mesh that was given.
+        outputs: layout of each result on the mesh that was given.
+        mesh: the mesh on which the schedule runs: the given one, some of its axes perhaps cut (`parts`).
+        parts: the axes that are cut -> the sizes of their sub-axes.
     """
 
     graph: Graph
     plan: CommPlan
     schedule: BlockSchedule
-    axis_sizes: Mapping[str, int]
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    mesh: DeviceMesh
+    parts: Parts
+
+    @property
+    def axis_sizes(self) -> Mapping[str, int]:
+        """Size of each mesh axis of the schedule, in mesh order."""
+        return self.mesh.shape

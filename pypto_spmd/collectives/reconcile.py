@@ -1,8 +1,9 @@
 """Hold the plan against the optimized HLO: the collectives that run are those that were planned.
 
-XLA may merge steps into one instruction, unroll a loop around one, move it out of a loop, or change
-its element type; those are matches. A step that is nowhere in the HLO, an instruction that no step
-asked for, and one of another kind, other mesh axes or another size are failures.
+XLA may merge steps into one instruction, unroll a loop around one, move it out of a loop, change its
+element type, or run a step and its recomputation once; those are matches. A step that is nowhere in
+the HLO, an instruction that no step asked for, and one of another kind, other mesh axes or another
+size are failures.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,7 +53,8 @@ class Match:
 
     Attributes:
         steps: the steps; several when XLA merged them.
-        collectives: the instructions; several when XLA split or unrolled a step.
+        collectives: the instructions; several when XLA split or unrolled a step, none when it merged the
+            step with an earlier one that it recomputes.
         note: what XLA changed, in words; empty if nothing.
     """
 
@@ -62,7 +64,8 @@ class Match:
 
     def __str__(self) -> str:
         note = f" ({self.note})" if self.note else ""
-        return f"{_steps_text(self.steps)}: {_instructions_text(self.collectives)}{note}"
+        where = _instructions_text(self.collectives) if self.collectives else "no instruction"
+        return f"{_steps_text(self.steps)}: {where}{note}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +184,8 @@ def reconcile(
     Args:
         steps: the steps of the plan, each emitted inside `step_scope(step.index)`.
         hlo_text: optimized HLO, as `jax.stages.Compiled.as_text()` gives it.
-        mesh_axes: the size of each mesh axis, in mesh order.
+        mesh_axes: the size of each mesh axis, in mesh order; an axis of the plan may be cut into
+            sub-axes (`sub_axes`) on it.
 
     Returns:
         What matches and what does not; nothing is raised.
@@ -201,8 +205,26 @@ def reconcile(
         outcome = _compare(group, instructions, mesh_axes)
         (matched if isinstance(outcome, Match) else mismatched).append(outcome)
     carried = {i for found in tagged for i in found.step_ids}
-    missing = tuple(Missing(step) for index, step in planned.items() if index not in carried)
-    return Reconciliation(tuple(matched), missing, tuple(hidden), tuple(mismatched))
+    missing = []
+    for index, step in planned.items():
+        if index in carried:
+            continue
+        twins = [
+            other for other in steps if other.index in carried and _first(other) == _first(step)
+        ]
+        if twins:
+            matched.append(
+                Match((step,), (), f"merged with step {twins[0].index}, which it recomputes")
+            )
+        else:
+            missing.append(Missing(step))
+    return Reconciliation(tuple(matched), tuple(missing), tuple(hidden), tuple(mismatched))
+
+
+def _first(step: PlannedStep) -> int:
+    """The index of the first step that does what this one does."""
+    original = getattr(step, "recomputes", None)
+    return step.index if original is None else original
 
 
 def _connected(
@@ -268,7 +290,7 @@ def _differences(
     if step.kind != found.kind:
         reasons.append(f"planned {_kind_text(step.kind)}, found {_kind_text(found.kind)}")
     # An axis of size 1 has no one to talk to, so it never shows in the HLO.
-    planned = {axis for axis in step.axes if mesh_axes.get(axis, 0) != 1}
+    planned = {axis for axis in _on_mesh(step.axes, mesh_axes) if mesh_axes.get(axis, 0) != 1}
     actual = set(found.axes)
     # A permutation over several axes may happen to move data along only some of them.
     same = bool(actual) and (
@@ -290,6 +312,15 @@ def _sum_known(amounts: Sequence[int | None]) -> int | None:
 
 def _kind_text(kind: str) -> str:
     return "".join(word.capitalize() for word in kind.split("_"))
+
+
+def _on_mesh(axes: tuple[str, ...], mesh_axes: Mapping[str, int]) -> tuple[str, ...]:
+    """A plan's axes as those of the mesh, on which an axis may be cut into `axis.0`, `axis.1`, ..."""
+    found = []
+    for axis in axes:
+        parts = [name for name in mesh_axes if name.rpartition(".")[0] == axis]
+        found += [axis] if axis in mesh_axes or not parts else parts
+    return tuple(found)
 
 
 def _axes_text(axes: tuple[str, ...]) -> str:

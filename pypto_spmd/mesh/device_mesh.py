@@ -126,6 +126,24 @@ class DeviceMesh:
         mesh._fill(self._nested_members(), self.axis_names, topology, self._platform)
         return mesh
 
+    def refined(self, parts: Mapping[str, tuple[int, ...]]) -> "DeviceMesh":
+        """The same devices with some axes cut into sub-axes, each of its axis's link.
+
+        Args:
+            parts: axis -> sizes of its sub-axes, outermost first; sub-axis i is called "axis.i".
+        """
+        names, sizes, links = [], [], {}
+        for axis, size in self.shape.items():
+            for i, part in enumerate(parts.get(axis, (size,))):
+                names.append(f"{axis}.{i}" if axis in parts else axis)
+                sizes.append(part)
+                links[names[-1]] = self.topology[axis]
+        members = np.empty(self.size, dtype=object)
+        members[:] = self._members
+        mesh = type(self).__new__(type(self))
+        mesh._fill(members.reshape(sizes), names, links, self._platform)
+        return mesh
+
     def _fill(
         self,
         devices: Sequence[Any] | np.ndarray,

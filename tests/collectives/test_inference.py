@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Callable
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,16 @@ SPECS = [P(), P("axis"), P(None, "axis"), None]
 
 
 def request_of(draw: random.Random, objective: Objective) -> Request:
+    """A request small enough for brute force."""
+    while True:
+        request = any_request(draw, objective)
+        problem = AxisProblem(request, read_graph(request.graph), "axis", {})
+        problem._prepare()
+        if prod(map(len, problem.choice_lists.values())) <= 2_000:
+            return request
+
+
+def any_request(draw: random.Random, objective: Objective) -> Request:
     program, count = random_program(draw)
     matrix = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32)
     graph = build_graph(jax.make_jaxpr(program)(*[matrix] * count))
