@@ -1,0 +1,81 @@
+"""The examples run as a reader would run them, and end with the figures they promise."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAYOUTS = ("dp", "zero1", "fsdp", "tp", "2d")
+
+
+def run(script, *options):
+    """What an example prints, run from another folder, on devices that it makes itself."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *(p for p in sys.path if p)])}
+    for name in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES"):
+        environment.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / script, *options],
+        env=environment, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Warning" not in done.stderr
+    return done.stdout
+
+
+def figure(pattern, text):
+    """The number that a line of output has."""
+    found = re.search(pattern, text)
+    assert found is not None, text
+    return float(found.group(1))
+
+
+def test_gemm_shows_four_plans():
+    output = run("gemm.py")
+    assert [line for line in output.splitlines() if line.startswith(("gemm_spmd:", "matmul:"))] == [
+        "gemm_spmd: no collective; 0B sent by each device, about 0us",
+        "matmul: 1 AllReduce; 16MB sent by each device, about 1.68ms",
+        "matmul: 1 ReduceScatter; 8MB sent by each device, about 840us",
+        "matmul: 1 AllGather; 4MB sent by each device, about 420us",
+    ]
+    assert figure(r"largest error of the four products: (\S+) \(float64\)", output) < 1e-10
+
+
+def train_mlp(layout, steps):
+    """Final loss, and the largest difference of a loss from the serial function's."""
+    output = run(
+        "train_mlp.py", "--layout", layout, "--mesh", "data=2,model=4", "--steps", str(steps)
+    )
+    assert f"layout {layout} on data=2 × model=4\ntrain_step: " in output
+    difference = figure(r"largest difference of a loss from the serial function's: (\S+)\n", output)
+    return figure(r"final loss (\S+),", output), difference
+
+
+def test_two_layouts_of_the_classifier_have_the_same_losses():
+    (fsdp, fsdp_difference), (two_d, two_d_difference) = train_mlp("fsdp", 5), train_mlp("2d", 5)
+    assert max(fsdp_difference, two_d_difference) < 1e-5
+    assert abs(fsdp - two_d) < 1e-5
+
+
+@pytest.mark.slow
+def test_all_layouts_of_the_classifier_have_the_same_losses():
+    losses, differences = zip(*(train_mlp(layout, 30) for layout in LAYOUTS), strict=True)
+    assert max(differences) < 1e-5
+    assert max(losses) - min(losses) < 1e-5
+
+
+@pytest.mark.slow
+def test_the_classifier_learns():
+    output = run("train_mlp.py")
+    assert figure(r"test accuracy (\S+)%", output) >= 95
+
+
+@pytest.mark.slow
+def test_the_gpt_learns_as_the_serial_function_does():
+    output = run("train_gpt.py", "--steps", "30", "--check", "10")
+    assert figure(r"loss of step 10: .*, difference (\S+)\n", output) < 1e-4
+    assert figure(r"final loss (\S+) nats a byte", output) < 3.2
