@@ -320,7 +320,7 @@ class _Builder:
             return inputs  # JAX's own, beside constraints; on Auto axes it asks for nothing
         if eqn.primitive.name == "optimization_barrier":
             return self.barrier(inputs, place, equations)
-        key = None if eqn.effects else _equation_key(eqn, inputs)
+        key = None if eqn.effects else equation_key(eqn.primitive.name, eqn.params, inputs)
         if key is not None and key in place.seen:
             return place.seen[key]
         ins = tuple(a.aval if isinstance(a, Constant) else self.avals[a] for a in inputs)
@@ -405,8 +405,8 @@ def _join(outer: str, inner: str) -> str:
     return f"{outer}/{inner}" if outer and inner else outer or inner
 
 
-def _equation_key(eqn: JaxprEqn, inputs: tuple[Atom, ...]) -> Any:
-    """Equal keys mean equal results; None where the equation cannot be compared."""
+def equation_key(name: str, params: Mapping[str, Any], inputs: tuple[Atom, ...]) -> Any:
+    """Equal keys mean equal results of two equations; None where they cannot be compared."""
     atoms = []
     for atom in inputs:
         if isinstance(atom, Constant):
@@ -415,7 +415,7 @@ def _equation_key(eqn: JaxprEqn, inputs: tuple[Atom, ...]) -> Any:
             atoms.append((type(atom.value).__name__, repr(atom.aval.value), str(atom.aval.dtype)))
         else:
             atoms.append(atom)
-    key = (eqn.primitive.name, tuple(sorted(eqn.params.items(), key=lambda p: p[0])), tuple(atoms))
+    key = (name, tuple(sorted(params.items(), key=lambda p: p[0])), tuple(atoms))
     try:
         hash(key)
     except TypeError:
