@@ -214,7 +214,7 @@ def reconcile(
         ]
         if twins:
             matched.append(
-                Match((step,), (), f"merged with step {twins[0].index}, which it recomputes")
+                Match((step,), (), f"merged with step {twins[0].index}, which does the same")
             )
         else:
             missing.append(Missing(step))
