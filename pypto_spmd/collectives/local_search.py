@@ -109,10 +109,15 @@ def _relabel(
     for index in sorted({index for variable in window for index in tables_of[variable]}):
         scope, table = problem.tables[index]
         at = tuple([slice(None) if v in place else labels[v] for v in scope])
-        tables.append(
-            (tuple([place[v] for v in scope if v in place]), intern_table(table.array[at]))
-        )
-    part = Problem(tuple([problem.domain_sizes[variable] for variable in place]), tuple(tables))
+        tables.append((tuple([place[v] for v in scope if v in place]), table.array[at]))
+    if len(place) == 1:
+        costs = sum([costs for _, costs in tables], np.zeros(problem.domain_sizes[window[0]]))
+        best = int(costs.argmin())
+        return {window[0]: best} if costs[best] < costs[labels[window[0]]] else {}
+    part = Problem(
+        tuple([problem.domain_sizes[variable] for variable in place]),
+        tuple([(scope, intern_table(costs)) for scope, costs in tables]),
+    )
     network = Network(part)
     try:
         network.eliminate_all(WINDOW_ENTRIES)

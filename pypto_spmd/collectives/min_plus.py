@@ -295,7 +295,7 @@ def _own_axis_first(view: View) -> np.ndarray:
 
 def eliminate(
     views: tuple[View, ...],
-    pattern: tuple[tuple[int, ...], ...],
+    pattern: tuple[tuple[int, ...], ...] | None,
     labels: int,
     shape: tuple[int, ...],
 ) -> Elimination:
@@ -303,7 +303,8 @@ def eliminate(
 
     Args:
         views: the variable's tables, each with its other axes in ascending order of variables.
-        pattern: for each view, the positions of its other variables among the neighbours.
+        pattern: for each view, the positions of its other variables among the neighbours; None if
+            each has at most one other variable, and these are the neighbours in order.
         labels: number of labels of the variable.
         shape: numbers of labels of the neighbours.
     """
@@ -311,6 +312,9 @@ def eliminate(
     result = _eliminations.get(key)
     if result is not None:
         return result
+    if pattern is None:
+        places = iter(range(len(shape)))
+        pattern = tuple([() if view.table.array.ndim == 1 else (next(places),) for view in views])
     operands = [
         aligned(view, positions, len(shape)) for view, positions in zip(views, pattern, strict=True)
     ]

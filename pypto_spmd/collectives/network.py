@@ -153,7 +153,7 @@ class Network:
         """
         weights, heap, alive, held = self._weights, self._heap, self._alive, self._held
         for variable in self._reweigh:
-            if alive[variable]:
+            if alive[variable] and self._incident[variable]:
                 weight = self._weight(variable)
                 if weight != weights[variable]:
                     weights[variable] = weight
@@ -358,11 +358,21 @@ class Network:
         self, variable: int, scopes: list[Scope], views: tuple[View, ...]
     ) -> tuple[Scope, Elimination]:
         """Minimises tables, given in ascending order of scope, over a variable."""
-        neighbours = sorted(set().union(*scopes) - {variable})
-        place = {neighbour: index for index, neighbour in enumerate(neighbours)}
-        pattern = tuple(
-            [tuple([place[other] for other in scope if other != variable]) for scope in scopes]
-        )
+        neighbours: list[int] = []
+        pattern = None
+        for scope in scopes:
+            if len(scope) == 2:
+                neighbours.append(scope[0] if scope[1] == variable else scope[1])
+            elif len(scope) > 2:
+                neighbours = sorted(set().union(*scopes) - {variable})
+                place = {neighbour: index for index, neighbour in enumerate(neighbours)}
+                pattern = tuple(
+                    [
+                        tuple([place[other] for other in scope if other != variable])
+                        for scope in scopes
+                    ]
+                )
+                break
         sizes = self._sizes
         shape = tuple([sizes[neighbour] for neighbour in neighbours])
         result = min_plus.eliminate(views, pattern, sizes[variable], shape)
@@ -431,11 +441,15 @@ class Network:
                 self._dirty.append(variable)
 
     def _weight(self, variable: int) -> int:
-        return self._entries(set().union((variable,), *self._incident[variable]))
+        incident = self._incident[variable]
+        return self._entries(set().union(*incident)) if incident else self._sizes[variable]
 
     def _entries(self, variables: Iterable[int]) -> int:
         sizes = self._sizes
-        return math.prod([sizes[variable] for variable in variables])
+        entries = 1
+        for variable in variables:
+            entries *= sizes[variable]
+        return entries
 
 
 def _best_position(step: Step, positions: list[int]) -> int:
