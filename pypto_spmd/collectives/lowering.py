@@ -103,6 +103,7 @@ class _Walk(ABC):
         self.program = program
         self.graph: Graph = program.graph
         self.axis_sizes: Mapping[str, int] = program.axis_sizes
+        self.exchanged: dict[int, Any] = {}  # what rules' own collectives gave in this block, by step
 
     @abstractmethod
     def place(self, value: Any, layout: Layout) -> Any:
@@ -133,6 +134,7 @@ class _Walk(ABC):
     ) -> tuple[Any, ...]:
         """Runs a block; `scope` is the name scope of the loop it stands in."""
         environment: dict[Value, Any] = {}
+        outer, self.exchanged = self.exchanged, {}
         for tensor, layout, x in zip(block.inputs, schedule.inputs, arguments, strict=True):
             environment[tensor, layout] = x
         items = _joined(schedule.items)
@@ -152,6 +154,7 @@ class _Walk(ABC):
             environment.update(zip(_made_by(item), results, strict=True))
             for value in dead:
                 environment.pop(value, None)
+        self.exchanged = outer
         return tuple(
             self._read(environment, atom, layout)
             for atom, layout in zip(block.outputs, schedule.outputs, strict=True)
@@ -261,6 +264,7 @@ class _OnShards(_Walk):
                 item.splits,
                 self.axis_sizes,
                 item.steps,
+                self.exchanged,
             )
             results = _several(rule.bind(context, *operands))
         for tensor, layout, x in zip(equation.outputs, item.results, results, strict=True):

@@ -5,7 +5,7 @@ Invariant: `bind` runs inside `shard_map`, with every mesh axis manual. It may c
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -31,6 +31,7 @@ class Context:
         splits: factor index -> mesh axes that split it, outermost first.
         axis_sizes: size of each mesh axis.
         steps: (factor index, exchange index) -> index of the plan's step.
+        exchanged: what steps that several equations share have given, by the index of the step.
     """
 
     primitive: Primitive
@@ -41,6 +42,7 @@ class Context:
     splits: Mapping[int, tuple[str, ...]]
     axis_sizes: Mapping[str, int]
     steps: Mapping[tuple[int, int], int]
+    exchanged: dict[int, Any] = field(default_factory=dict)
 
     def axes(self, factor: str) -> tuple[str, ...]:
         """The mesh axes that split `factor`, outermost first; `()` if it is whole."""
@@ -76,9 +78,15 @@ class Context:
         )
 
     def exchange(self, factor: str, index: int, run: Callable[[tuple[str, ...]], Any]) -> Any:
-        """Runs the `index`-th exchange of `factor`: `run(axes)`, tagged as its step of the plan."""
-        with step_scope(self.steps[self.rule.factor(factor), index]):
-            return run(self.axes(factor))
+        """Runs the `index`-th exchange of `factor`: `run(axes)`, tagged as its step of the plan.
+
+        A step that an equation before has run with the same rows is not run again.
+        """
+        step = self.steps[self.rule.factor(factor), index]
+        if step not in self.exchanged:
+            with step_scope(step):
+                self.exchanged[step] = run(self.axes(factor))
+        return self.exchanged[step]
 
     def bind(self, *operands: Any, **changed: Any) -> Any:
         """Binds the primitive with its params, those in `changed` replaced."""

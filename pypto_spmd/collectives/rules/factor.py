@@ -18,7 +18,7 @@ axes, and is asked of the equation (`local_sizes`).
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import prod
@@ -45,6 +45,8 @@ class Exchange:
         reduce_op: reduction of an AllReduce or ReduceScatter.
         count: where the number of elements is no such product, a function that gives it from the local
             sizes of all factors (the halos of two dims meet in a corner).
+        sent: an operand, and what of it is sent. Of exchanges over the same axes that send the same of one
+            tensor in one layout, the first does for all (a convolution and its gradient need one halo).
     """
 
     kind: str
@@ -55,6 +57,7 @@ class Exchange:
     what: str = ""
     reduce_op: str = ""
     count: Callable[[Sequence[int]], float] | None = None
+    sent: tuple[int, Hashable] | None = None
 
     def full_elements(self, local_sizes: Sequence[int], group: int) -> float:
         """Elements of the whole tensor, when `group` devices take part."""

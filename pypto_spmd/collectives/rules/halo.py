@@ -42,6 +42,11 @@ class Part:
     offsets: tuple[int, ...]
     positions: tuple[int, ...]
 
+    @property
+    def rows(self) -> tuple[Any, ...]:
+        """Which rows go where, wherever they are put."""
+        return self.size, self.pairs, self.offsets
+
 
 @lru_cache(maxsize=10_000)
 def parts(block: int, starts: tuple[int, ...], length: int) -> tuple[Part, ...]:

@@ -9,7 +9,7 @@ Invariant: all devices' windows have one length and one phase against the input'
 program with one padding does for all of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import Any
@@ -140,7 +140,11 @@ def slide(
 
 
 def with_halos(
-    made: Rule, operands: Sequence[Aval], slidings: Mapping[str, Sliding], dims: Mapping[str, int]
+    made: Rule,
+    operands: Sequence[Aval],
+    slidings: Mapping[str, Sliding],
+    dims: Mapping[str, int],
+    fill: str | None = "",
 ) -> Rule:
     """A rule with the exchanges that `slide` makes for its spatial factors.
 
@@ -149,11 +153,14 @@ def with_halos(
         operands: the first operands, which slide.
         slidings: by factor.
         dims: the operands' dim of each factor.
+        fill: what fills rows outside a dim, in any words; None if only the equation knows.
     """
     factors = list(made.factors)
     for name in slidings:
         at = made.factor(name)
-        factors[at] = replace(factors[at], exchanges=_Halos(made, operands, slidings, dims, name))
+        factors[at] = replace(
+            factors[at], exchanges=_Halos(made, operands, slidings, dims, fill, name)
+        )
     return replace(made, factors=tuple(factors))
 
 
@@ -165,6 +172,7 @@ class _Halos:
     operands: Sequence[Aval]
     slidings: Mapping[str, Sliding]
     dims: Mapping[str, int]
+    fill: str | None
     name: str
 
     def __call__(self, shards: int) -> tuple[Exchange, ...]:
@@ -179,7 +187,16 @@ class _Halos:
             self.operands[position].itemsize,
             what=f"a halo of {part.size} {'row' if part.size == 1 else 'rows'}",
             count=lambda local_sizes: float(part.size * self._beside(position, local_sizes)),
+            sent=self._sent(position, part),
         )
+
+    def _sent(self, position: int, part: Part) -> tuple[int, Hashable] | None:
+        before = list(self.slidings).index(self.name)
+        halos = tuple((self.dims[n], self.slidings[n]) for n in list(self.slidings)[:before])
+        if halos and self.fill is None:
+            return None
+        # Rows hold the halos of earlier dims by then, and what fills them.
+        return position, (self.dims[self.name], part.rows, (halos, self.fill) if halos else ())
 
     def _beside(self, position: int, local_sizes: Sequence[int]) -> int:
         """Elements of one row, with the halos of the dims that have theirs already."""

@@ -86,7 +86,8 @@ def _windowed(
         whole=rests,
         bind=bind,
     )
-    return with_halos(made, ins[:count], slidings, {name: int(name[1:]) for name in slidings})
+    dims = {name: int(name[1:]) for name in slidings}
+    return with_halos(made, ins[:count], slidings, dims, op or None)
 
 
 @rule("reduce_window_sum")
