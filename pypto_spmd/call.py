@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pypto_spmd.collectives import lowering, planner
 from pypto_spmd.collectives.graph import build_graph
 from pypto_spmd.collectives.program import Program
+from pypto_spmd.collectives.splices import fuse_splices
 from pypto_spmd.collectives.trace import report
 from pypto_spmd.mesh import DeviceMesh
 
@@ -120,7 +121,7 @@ def program_of(call: Call) -> Program:
     """Plans a call; the program is made once."""
     options = call.options
     return planner.make_program(
-        build_graph(call.jaxpr, options.argument_names),
+        fuse_splices(build_graph(call.jaxpr, options.argument_names)),
         mesh=options.mesh,
         inputs=call.layouts.inputs,
         outputs=call.layouts.outputs,

@@ -174,6 +174,12 @@ def build_graph(closed: ClosedJaxpr, names: Sequence[str] = ()) -> Graph:
     return Graph(tuple(builder.avals), named, block)
 
 
+def pruned(graph: Graph) -> Graph:
+    """The graph without equations whose results nobody reads."""
+    block, _ = _prune(graph.block, None)
+    return replace(graph, block=block)
+
+
 def aval_of(value: Any) -> Aval:
     """The `Aval` of a jaxpr variable or literal."""
     aval = value.aval
@@ -320,6 +326,10 @@ class _Builder:
             return inputs  # JAX's own, beside constraints; on Auto axes it asks for nothing
         if eqn.primitive.name == "optimization_barrier":
             return self.barrier(inputs, place, equations)
+        if eqn.primitive.name == "convert_element_type":
+            known = _cast_constant(inputs[0], aval_of(eqn.outvars[0]))
+            if known is not None:
+                return (known,)
         key = None if eqn.effects else equation_key(eqn.primitive.name, eqn.params, inputs)
         if key is not None and key in place.seen:
             return place.seen[key]
@@ -394,6 +404,19 @@ def _open(closed: Any) -> tuple[Jaxpr, Sequence[Any]]:
     if hasattr(closed, "jaxpr"):
         return closed.jaxpr, closed.consts
     return closed, getattr(closed, "consts", ())
+
+
+def _cast_constant(atom: Atom, target: Aval) -> Constant | None:
+    """A known scalar of another type, if it has the same value there: `jnp.pad` casts its zero."""
+    if not isinstance(atom, Constant) or not isinstance(atom.aval.value, bool | int | float):
+        return None
+    if target.shape or not isinstance(target.dtype, np.dtype) or not np.isfinite(atom.aval.value):
+        return None
+    with np.errstate(over="ignore"):
+        value = np.asarray(np.asarray(atom.aval.value).astype(target.dtype))
+    if value.item() != atom.aval.value:
+        return None
+    return Constant(value, Aval((), target.dtype, value.item()))
 
 
 def _identity(aval: Aval) -> Rule:

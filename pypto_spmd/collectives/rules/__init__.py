@@ -13,6 +13,7 @@ from pypto_spmd.collectives.rules import (  # noqa: F401  (importing a family re
     random,
     reduction,
     shape,
+    splice,
     window,
 )
 from pypto_spmd.collectives.rules.factor import (
