@@ -207,7 +207,7 @@ def reconcile(
     carried = {i for found in tagged for i in found.step_ids}
     missing = []
     for index, step in planned.items():
-        if index in carried:
+        if index in carried or step.repeat == 0:  # what stands in a loop of no trips never runs
             continue
         twins = [
             other for other in steps if other.index in carried and _first(other) == _first(step)

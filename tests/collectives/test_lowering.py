@@ -495,6 +495,20 @@ def test_empty_tensors():
     check(run, (numbers(0, 8), numbers(8, 4)), mesh_of("2x4"), specs, [None, None, None])
 
 
+def test_a_scan_of_no_trips():
+    def run(x):
+        last, pile = lax.scan(lambda c, t: (c + t.sum() + c[::-1], c), x[0], x[:0])
+        return last, pile
+
+    check(
+        run,
+        (numbers(8, 8),),
+        mesh_of("2x4"),
+        [PartitionSpec(None, "b")],
+        [PartitionSpec("b"), None],
+    )
+
+
 def test_a_print_comes_once_with_the_whole_value(capfd):
     def run(x):
         jax.debug.print("the sum is {s}, the first {f}", s=x.sum(), f=x[0])
