@@ -642,12 +642,12 @@ def _tied(call: Call, next_of: Mapping[int, int]) -> Call:
     """
     if not next_of:
         return call
-    schedule = program_of(call).schedule
-    if all(schedule.outputs[i] == schedule.inputs[j] for i, j in next_of.items()):
+    program = program_of(call)
+    if all(program.outputs[i] == program.inputs[j] for i, j in next_of.items()):
         return call
     outputs = list(call.layouts.outputs)
     for result, operand in next_of.items():
-        outputs[result] = schedule.inputs[operand].spec
+        outputs[result] = program.inputs[operand].spec
     return replace(call, layouts=CallLayouts(call.layouts.inputs, tuple(outputs)))
 
 
