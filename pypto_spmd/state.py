@@ -58,11 +58,14 @@ def state_flags(
 def next_values(values: Sequence[Any], is_state: Sequence[bool], result: Any) -> dict[int, int]:
     """For leaves of the result that are the next value of an argument's leaf, that leaf.
 
-    A result that looks like several arguments is the next value of the first that isn't taken.
+    A result that looks like several arguments is the next value of the first that isn't taken. A single
+    array is none: `x @ w` has the shape of `w` whenever both are square.
 
     Returns:
         Index of a leaf of `result` -> index of a leaf of `values`.
     """
+    if jax.tree_util.all_leaves([result]):
+        return {}
     starts, start = [], 0
     for value in values:
         starts.append(start)

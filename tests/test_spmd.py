@@ -349,6 +349,14 @@ def test_state_without_out_shardings_comes_back_as_it_lies(spmd_mesh, x):
         decorated.verify(params, x)
 
 
+def test_a_product_that_looks_like_its_weight_is_laid_out_by_the_planner(spmd_mesh):
+    dense = spmd(mesh=spmd_mesh, in_shardings=(P("data"), P(None, "model")))(lambda x, w: x @ w)
+    square = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    plan = dense.plan(square, square)
+    plan.assert_counts()
+    assert plan.out_layouts["result"] == "[data, model]"
+
+
 def test_methods(spmd_mesh, x):
     class Model:
         """Holds its weight."""

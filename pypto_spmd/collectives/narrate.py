@@ -113,14 +113,20 @@ class Narrator:
             if draft.reader is not None
             else "the result is asked for with"
         )
-        dims = ", ".join(str(d) for d in leg.dims)
+        split = list(dict.fromkeys(leg.dims))
+        dims = " and ".join(str(d) for d in split)
         if leg.kind in ("all_reduce", "reduce_scatter"):
             why = self._partial_reason(draft.tensor, leg.axes, leg.op)
             if leg.kind == "reduce_scatter":
                 return f"{why}; each keeps its block of dim {dims}"
             return why
         if leg.kind == "all_gather":
-            return f"{reader} dim {dims} whole, which is split over {axes}"
+            whole = (
+                f"dim {dims} whole, which is"
+                if len(split) == 1
+                else f"dims {dims} whole, which are"
+            )
+            return f"{reader} {whole} split over {axes}"
         if leg.kind == "all_to_all":
             return f"{reader} dim {dims} split over {axes}, which splits dim {leg.from_dim}"
         return f"{reader} blocks laid out as {leg.target} where they lie as {leg.source}"
