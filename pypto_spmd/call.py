@@ -160,7 +160,7 @@ def _mesh_hint(mesh: DeviceMesh) -> ClosedJaxpr:
 
 @spmd_call_p.def_effectful_abstract_eval
 def _abstract_eval(*_: Any, jaxpr: ClosedJaxpr, **__: Any) -> tuple[list[Any], Any]:
-    return jaxpr.out_avals, jaxpr.effects
+    return jaxpr.out_avals, lowering.unordered(jaxpr.effects)
 
 
 @spmd_call_p.def_impl

@@ -10,15 +10,17 @@ again is dropped, so that tracing holds no more than the program does.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import io_callback
 from jax.extend import source_info_util
 from jax.sharding import Mesh, NamedSharding
 
@@ -96,6 +98,29 @@ def lower_with_constraints(program: Program, jax_mesh: Mesh) -> Callable[..., tu
     return _OnWholes(program, jax_mesh).run
 
 
+def unordered(effects: Set[Any]) -> Set[Any]:
+    """The effects that a program has on several devices, where JAX cannot keep their order.
+
+    Args:
+        effects: those of the serial function.
+    """
+    kept = {effect for effect in effects if not _is_ordered(effect)}
+    return kept if len(kept) == len(effects) else kept | _unordered_effects()
+
+
+def _is_ordered(effect: Any) -> bool:
+    return "Ordered" in str(effect)  # JAX has no public name for them
+
+
+@lru_cache(maxsize=1)
+def _unordered_effects() -> Set[Any]:
+    def act() -> None:
+        jax.debug.callback(lambda: None)
+        io_callback(lambda: None, None)
+
+    return frozenset(jax.make_jaxpr(act)().effects)
+
+
 class _Walk(ABC):
     """The walk over a schedule; subclasses say what a layout means for the arrays."""
 
@@ -103,7 +128,9 @@ class _Walk(ABC):
         self.program = program
         self.graph: Graph = program.graph
         self.axis_sizes: Mapping[str, int] = program.axis_sizes
-        self.exchanged: dict[int, Any] = {}  # what rules' own collectives gave in this block, by step
+        self.exchanged: dict[
+            int, Any
+        ] = {}  # what rules' own collectives gave in this block, by step
 
     @abstractmethod
     def place(self, value: Any, layout: Layout) -> Any:
@@ -273,31 +300,16 @@ class _OnShards(_Walk):
         return results
 
     def _fire_once(self, item: Run, operands: list[Any]) -> Sequence[Any]:
-        """Calls back from the first device of the mesh only.
-
-        JAX has no order of effects over several devices, so calls that ask for one come unordered.
-        """
+        """Calls back from the first device of the mesh only."""
         equation = item.equation
         if equation.outputs:
             raise_faults(spmd_function(self.program.plan.function), [_returning_callback(equation)])
-        params = dict(equation.params)
-        if params.get("ordered") or "Ordered" in str(params.get("effect", "")):
-            logger.warning(
-                "%s at %s asks for ordered=True, which JAX does not have on several devices: "
-                "calls come in any order",
-                equation.name,
-                equation.source,
-            )
-        params.pop("ordered", None)
-
-        def fire(*values: Any) -> None:
-            if equation.name == "debug_callback":
-                jax.debug.callback(params["callback"], *values)
-            else:
-                equation.primitive.bind(*values, **params, ordered=False)
-
         first = lax.axis_index(tuple(self.axis_sizes)) == 0
-        lax.cond(first, fire, lambda *values: None, *operands)
+
+        def call(*values: Any) -> None:
+            _call_back(equation, values)
+
+        lax.cond(first, call, lambda *values: None, *operands)
         return ()
 
 
@@ -324,6 +336,8 @@ class _OnWholes(_Walk):
         equation = item.equation
         if equation.name == "sharding_constraint":
             results: Sequence[Any] = operands
+        elif equation.name in _FIRE_ONCE:
+            results = _call_back(equation, operands)
         else:
             results = _bind(equation, operands, equation.params)
         return [self._constrained(x, y) for x, y in zip(results, item.results, strict=True)]
@@ -387,6 +401,22 @@ def _deaths(items: Sequence[_Item], schedule: BlockSchedule, block: Block) -> li
 def _bind(equation: Equation, operands: list[Any], params: Mapping[str, Any]) -> Sequence[Any]:
     bound = equation.primitive.get_bind_params(dict(params))
     return _several(equation.primitive.bind(*operands, **bound))
+
+
+def _call_back(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+    """Binds a primitive that calls back, unordered: JAX orders no effects over several devices."""
+    params = dict(equation.params)
+    if params.get("ordered") or _is_ordered(params.get("effect")):
+        logger.warning(
+            "%s at %s asks for ordered=True, which JAX does not have on several devices: "
+            "calls come in any order",
+            equation.name,
+            equation.source,
+        )
+    if equation.name == "debug_callback":
+        jax.debug.callback(params["callback"], *operands)
+        return ()
+    return equation.primitive.bind(*operands, **{**params, "ordered": False})
 
 
 def _several(results: Any) -> Sequence[Any]:

@@ -524,7 +524,8 @@ def test_a_print_comes_once_with_the_whole_value(capfd):
     assert lines == ["shape (8,)", "the sum is 28.0, the first 0.0", "trip 0", "trip 1"]
 
 
-def test_ordered_prints_come_unordered_and_that_is_said(caplog, capfd):
+@pytest.mark.parametrize("lower", [lowering.shard_mapped, lowering.lower_with_constraints])
+def test_ordered_prints_come_unordered_and_that_is_said(lower, caplog, capfd):
     def run(x):
         jax.debug.print("sum {s}", s=x.sum(), ordered=True)
         jax.debug.callback(lambda y: print("largest", y), x.max(), ordered=True)
@@ -532,7 +533,7 @@ def test_ordered_prints_come_unordered_and_that_is_said(caplog, capfd):
 
     specs = [PartitionSpec("b")]
     program = plan(run, (np.arange(8.0),), mesh_of("2x4"), specs, specs)
-    result = jax.jit(lowering.shard_mapped(program, program.mesh.jax_mesh))(np.arange(8.0))
+    result = jax.jit(lower(program, program.mesh.jax_mesh))(np.arange(8.0))
     jax.block_until_ready(result)
     jax.effects_barrier()
     assert sorted(capfd.readouterr().out.splitlines()) == ["largest 7.0", "sum 28.0"]
@@ -547,6 +548,20 @@ def test_ordered_prints_come_unordered_and_that_is_said(caplog, capfd):
             "asks for ordered=True, which JAX does not have on several devices: calls come in any order"
         )
     )
+
+
+def test_the_effects_of_a_program_are_unordered():
+    def run(x):
+        jax.debug.print("{x}", x=x, ordered=True)
+
+    def plain(x):
+        jax.debug.print("{x}", x=x)
+        io_callback(lambda: None, None)
+
+    ordered, both = jax.make_jaxpr(run)(1.0).effects, jax.make_jaxpr(plain)(1.0).effects
+    assert lowering.unordered(ordered) == both
+    assert lowering.unordered(both) == both
+    assert lowering.unordered(set()) == set()
 
 
 def test_a_callback_with_effects_and_a_value_is_refused():
