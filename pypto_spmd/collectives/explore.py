@@ -16,7 +16,8 @@ def explorer(
         found = {}
         for axis in labelling.axes:
             for label, cost in input_marginals(request, labelling, axis, position).items():
-                found[f"{axis}: {label}"] = cost
+                # Tie-breakers are fractions of a byte, and nothing that a reader should see.
+                found[f"{axis}: {label}"] = float(round(cost))
         return found
 
     return explore
