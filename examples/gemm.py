@@ -51,7 +51,7 @@ assert np.allclose(C_global, C_ref, atol=1e-5)
 
 # Every device has the rows of A and the columns of B that its block of C needs: nothing is sent.
 print("A by rows, B by columns, C by both:")
-print(gemm_spmd.plan(A_global, B_global).table())
+gemm_spmd.explain(A_global, B_global)
 assert np.asarray(C_global).dtype == np.float64
 
 # The same serial product with other layouts of A, B and C, and the collectives each of them needs.
@@ -80,9 +80,9 @@ worst_error = float(np.abs(np.asarray(C_global) - C_ref).max())
 sent = 0.0
 for title, ((a_spec, b_spec, c_spec), collectives) in LAYOUTS.items():
     gemm = spmd(mesh=mesh, in_shardings=(a_spec, b_spec), out_shardings=c_spec)(matmul)
-    plan = gemm.plan(A_global, B_global)
     print(f"\n{title}:")
-    print(plan.table())
+    gemm.explain(A_global, B_global)
+    plan = gemm.plan(A_global, B_global)
     plan.assert_counts(**collectives)
     worst_error = max(
         worst_error, float(np.abs(np.asarray(gemm(A_global, B_global)) - C_ref).max())

@@ -36,12 +36,15 @@ def figure(pattern, text):
 
 def test_gemm_shows_four_plans():
     output = run("gemm.py")
-    assert [line for line in output.splitlines() if line.startswith(("gemm_spmd:", "matmul:"))] == [
-        "gemm_spmd: no collective; 0B sent by each device, about 0us",
-        "matmul: 1 AllReduce; 16MB sent by each device, about 1.68ms",
-        "matmul: 1 ReduceScatter; 8MB sent by each device, about 840us",
-        "matmul: 1 AllGather; 4MB sent by each device, about 420us",
+    assert [line for line in output.splitlines() if " on row=2 × col=2 needs " in line] == [
+        "gemm_spmd on row=2 × col=2 needs no communication.",
+        "matmul on row=2 × col=2 needs 1 collective: each device sends 16MB a call, about 1.68ms.",
+        "matmul on row=2 × col=2 needs 1 collective: each device sends 8MB a call, about 840us.",
+        "matmul on row=2 × col=2 needs 1 collective: each device sends 4MB a call, about 420us.",
     ]
+    assert re.findall(r"^0\. (\w+) of", output, re.MULTILINE) == [
+        "AllReduce", "ReduceScatter", "AllGather",
+    ]  # fmt: skip
     assert figure(r"largest error of the four products: (\S+) \(float64\)", output) < 1e-10
 
 
