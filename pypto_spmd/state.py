@@ -22,10 +22,10 @@ _STATE_NAME = re.compile(
 """Names that say that an argument is state."""
 
 _DATA_NAME = re.compile(
-    r"[a-z]s?|data|batch(es)?|inputs?|images?|labels?|targets?|tokens?|ids|masks?|quer(y|ies)|keys?|values?"
+    r"[a-ln-z]s?|data|batch(es)?|inputs?|images?|labels?|targets?|tokens?|ids|masks?|quer(y|ies)|keys?|values?"
     r"|logits|features|scores|hidden|rng|noise"
 )
-"""Names that say that an argument is none, though a result may look like it."""
+"""Names that say that an argument is none, though a result may look like it (`m` is often a moment)."""
 
 _PARAMETER_TYPES = (("flax", "TrainState"), ("flax", "Module"), ("flax", "State"))
 
