@@ -1,6 +1,8 @@
 """From a graph to a program: infer the labels, assemble layouts, schedule, number the steps."""
 
-from collections.abc import Hashable, Sequence
+import gc
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 
