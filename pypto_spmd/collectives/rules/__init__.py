@@ -10,6 +10,7 @@ from pypto_spmd.collectives.rules import (  # noqa: F401  (importing a family re
     indexing,
     linalg,
     ordering,
+    ragged,
     random,
     reduction,
     shape,
