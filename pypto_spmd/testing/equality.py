@@ -103,7 +103,10 @@ def _value_problems(
     serial: Any, spmd: Any, rtol: float | None, atol: float | None
 ) -> Iterator[str]:
     for (path, want), (_, got) in zip(_leaves(serial), _leaves(spmd), strict=True):
-        problem = _array_problem(_host(want), _host(got), rtol, atol)
+        found, wanted = _host(got), _host(want)
+        if isinstance(want, bool | int | float | complex) and wanted.dtype.kind == found.dtype.kind:
+            wanted = wanted.astype(found.dtype)  # a Python number has no width of its own
+        problem = _array_problem(wanted, found, rtol, atol)
         if problem:
             yield f"result{keystr(path)} {problem}"
 
