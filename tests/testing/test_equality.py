@@ -97,9 +97,11 @@ def test_integers_bools_and_keys_are_equal_exactly():
 
 def test_python_numbers_have_no_width():
     """As the step count of a flax `TrainState`, which starts as an int."""
-    assert_spmd_equal(decorated(lambda step: step + 1, lambda step: jnp.int32(step + 1)), 0)
-    assert_spmd_equal(decorated(lambda x: 0.1, lambda x: jnp.float32(0.1)), 0)
-    assert "not equal exactly" in message(decorated(lambda n: n, lambda n: jnp.int32(n + 1)), 3)
+    x = np.zeros(2)
+    assert_spmd_equal(decorated(lambda x: 3, lambda x: jnp.int32(3)), x)
+    assert_spmd_equal(decorated(lambda x: 0.1, lambda x: jnp.float32(0.1)), x)
+    assert "not equal exactly" in message(decorated(lambda x: 3, lambda x: jnp.int32(4)), x)
+    assert "is i32[]" in message(decorated(lambda x: 3.0, lambda x: jnp.int32(3)), x)
 
 
 def test_the_leaf_the_error_and_the_layouts_are_named():
