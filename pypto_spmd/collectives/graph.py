@@ -1,9 +1,9 @@
 """The traced function as one flat graph: inlined calls, loops with their bodies, sources.
 
 `build_graph` turns a closed jaxpr into blocks of equations over numbered tensors. Calls that only group
-equations (jit, remat, custom_jvp, custom_vjp) are inlined; `scan`, `while` and `cond` keep their bodies
-as blocks of the same graph, so that one inference sees them all. Dead equations are dropped and equal
-ones merged, because XLA would do both and the plan must be what runs.
+equations (jit, remat, custom_jvp, custom_vjp) are inlined; `scan`, `while`, `cond` and `shard_map` keep
+their bodies as blocks of the same graph, so that one inference sees them all. Dead equations are dropped
+and equal ones merged, because XLA would do both and the plan must be what runs.
 
 Invariant: tensors are numbered in program order, and every tensor is defined once.
 """
@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 from jax.extend.core import Var as JaxVar
 from jax.sharding import NamedSharding, PartitionSpec
 
+from pypto_spmd.collectives.region import Region
 from pypto_spmd.collectives.rules import Aval, Rule, factor_rule, rule_for
 from pypto_spmd.collectives.source import Source
 
@@ -56,7 +57,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Equation:
-    """One primitive application, or a loop.
+    """One primitive application, or one with bodies: a loop, or a region.
 
     Args:
         index: number of the equation in the whole graph.
@@ -64,12 +65,13 @@ class Equation:
         params: its params.
         inputs: tensors and constants that it reads.
         outputs: tensors that it defines.
-        rule: its rule; None for loops.
+        rule: its rule; None if it has bodies.
         source: where in the user's code it stands.
         scope: its name scope ("jvp(Block_6)/Dense_0"); tells the layer, and the backward pass.
-        bodies: of `scan` (body,), of `while` (cond, body), of `cond` the branches.
+        bodies: of `scan` and `shard_map` (body,), of `while` (cond, body), of `cond` the branches.
         counts: of `scan` (consts, carry, xs), of `while` (cond consts, body consts, carry).
         constraint: the layout that `with_sharding_constraint` asks for here.
+        region: of `shard_map`, what its specs fix.
     """
 
     index: int
@@ -83,6 +85,7 @@ class Equation:
     bodies: tuple[Block, ...] = ()
     counts: tuple[int, ...] = ()
     constraint: PartitionSpec | None = None
+    region: Region | None = None
 
     @property
     def name(self) -> str:
@@ -111,7 +114,7 @@ class Graph:
 
     def blocks(self) -> Iterator[Block]:
         """All blocks, outer before inner."""
-        yield from _blocks(self.block)
+        yield from blocks_of(self.block)
 
     def equations(self) -> Iterator[tuple[Equation, Block]]:
         """All equations with the block they stand in, in program order, loops before their bodies."""
@@ -124,11 +127,12 @@ class Graph:
         return atom.aval if isinstance(atom, Constant) else self.avals[atom]
 
 
-def _blocks(block: Block) -> Iterator[Block]:
+def blocks_of(block: Block) -> Iterator[Block]:
+    """A block and all blocks in it, outer before inner."""
     yield block
     for equation in block.equations:
         for body in equation.bodies:
-            yield from _blocks(body)
+            yield from blocks_of(body)
 
 
 ASSUMED_TRIPS = 8.0
@@ -231,7 +235,7 @@ class _Builder:
                 results = self.linear_solve(eqn, inputs, inner, equations)
             elif eqn.primitive.name in _INLINED:
                 results = self.inline(eqn, inputs, inner, equations)
-            elif eqn.primitive.name in ("scan", "while", "cond"):
+            elif eqn.primitive.name in ("scan", "while", "cond", "shard_map"):
                 equation = self.loop(eqn, inputs, inner)
                 equations.append(equation)
                 results = equation.outputs
@@ -300,7 +304,12 @@ class _Builder:
         return tuple(results)
 
     def constrain(
-        self, atom: Atom, spec: PartitionSpec | None, place: _Place, equations: list[Equation]
+        self,
+        atom: Atom,
+        spec: PartitionSpec | None,
+        place: _Place,
+        equations: list[Equation],
+        params: Mapping[str, Any] | None = None,
     ) -> Atom:
         """An identity that asks for a layout."""
         if spec is None or isinstance(atom, Constant):
@@ -309,7 +318,7 @@ class _Builder:
         output = self.new(aval)
         equations.append(
             Equation(
-                self.next(), lax.sharding_constraint_p, {}, (atom,), (output,), _identity(aval),
+                self.next(), lax.sharding_constraint_p, params or {}, (atom,), (output,), _identity(aval),
                 place.source or Source.unknown(), place.scope, constraint=spec,
             )
         )  # fmt: skip
@@ -321,11 +330,13 @@ class _Builder:
         if eqn.primitive.name == "sharding_constraint":
             sharding = eqn.params["sharding"]
             spec = sharding.spec if isinstance(sharding, NamedSharding) else None
-            return (self.constrain(inputs[0], spec, place, equations),)
+            return (self.constrain(inputs[0], spec, place, equations, eqn.params),)
         if eqn.primitive.name == "reshard":
             return inputs  # JAX's own, beside constraints; on Auto axes it asks for nothing
         if eqn.primitive.name == "optimization_barrier":
             return self.barrier(inputs, place, equations)
+        if eqn.primitive.name == "split" and isinstance(inputs[0], int):
+            return self.split(eqn, inputs[0], place, equations)
         if eqn.primitive.name == "convert_element_type":
             known = _cast_constant(inputs[0], aval_of(eqn.outvars[0]))
             if known is not None:
@@ -335,7 +346,12 @@ class _Builder:
             return place.seen[key]
         ins = tuple(a.aval if isinstance(a, Constant) else self.avals[a] for a in inputs)
         outs = tuple(aval_of(v) for v in eqn.outvars)
-        rule = rule_for(eqn.primitive.name, eqn.params, ins, outs)
+        try:
+            rule = rule_for(eqn.primitive.name, eqn.params, ins, outs)
+        except Misfit as misfit:
+            where = f" at {place.source}" if str(place.source) else ""
+            raise_faults(f"{eqn.primitive.name!r}{where}", [misfit.fault])
+            raise
         results = tuple(self.new(a) for a in outs)
         equations.append(
             Equation(
@@ -353,8 +369,36 @@ class _Builder:
             place.seen[key] = results
         return results
 
+    def split(
+        self, eqn: JaxprEqn, operand: int, place: _Place, equations: list[Equation]
+    ) -> tuple[Atom, ...]:
+        """A slice for each piece: what nobody reads is then pruned, and each lies as is best for it."""
+        aval, axis = self.avals[operand], eqn.params["axis"]
+        results: list[Atom] = []
+        first = 0
+        for variable, size in zip(eqn.outvars, eqn.params["sizes"], strict=True):
+            starts, limits = [0] * len(aval.shape), list(aval.shape)
+            starts[axis], limits[axis] = first, first + size
+            first += size
+            params = {
+                "start_indices": tuple(starts),
+                "limit_indices": tuple(limits),
+                "strides": None,
+            }
+            output = self.new(aval_of(variable))
+            rule = rule_for("slice", params, (aval,), (self.avals[output],))
+            equations.append(
+                Equation(
+                    self.next(), lax.slice_p, params, (operand,), (output,), rule,
+                    place.source or Source.unknown(), place.scope,
+                )
+            )  # fmt: skip
+            results.append(output)
+        return tuple(results)
+
     def loop(self, eqn: JaxprEqn, inputs: tuple[Atom, ...], place: _Place) -> Equation:
         index = self.next()
+        region = None
         if eqn.primitive.name == "scan":
             body = self.body(eqn.params["jaxpr"], place)
             counts = _scan_counts(eqn, body)
@@ -366,6 +410,10 @@ class _Builder:
             )
             cond_consts, body_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
             counts = (cond_consts, body_consts, len(inputs) - cond_consts - body_consts)
+        elif eqn.primitive.name == "shard_map":
+            bodies, counts = (self.body(eqn.params["jaxpr"], place),), ()
+            ranks = [[len(aval_of(v).shape) for v in side] for side in (eqn.invars, eqn.outvars)]
+            region = Region.of(eqn.params, *ranks)
         else:
             bodies = tuple(self.body(b, place) for b in eqn.params["branches"])
             counts = ()
@@ -381,6 +429,7 @@ class _Builder:
             place.scope,
             bodies,
             counts,
+            region=region,
         )
 
     def body(self, closed: Any, place: _Place) -> Block:
@@ -510,8 +559,29 @@ def _has_effects(equation: Equation) -> bool:
 def _prune_loop(equation: Equation, live: set[int]) -> Equation:
     if equation.name == "scan":
         return _prune_scan(equation, live)
+    if equation.region is not None:
+        return _prune_region(equation, equation.region, live)
     # A while's carries feed its predicate and each other, and a cond's outputs are few: kept whole.
     return replace(equation, bodies=tuple(_prune(b, None)[0] for b in equation.bodies))
+
+
+def _prune_region(equation: Equation, region: Region, live: set[int]) -> Equation:
+    (body,) = equation.bodies
+    wanted = [o in live for o in equation.outputs]
+    pruned, used = _prune(body, wanted)
+    keep = [tensor in used for tensor in body.inputs]
+    pruned = replace(
+        pruned, inputs=_select(body.inputs, keep), outputs=_select(pruned.outputs, wanted)
+    )
+    return replace(
+        equation,
+        inputs=_select(equation.inputs, keep),
+        outputs=_select(equation.outputs, wanted),
+        bodies=(pruned,),
+        region=replace(
+            region, inputs=_select(region.inputs, keep), outputs=_select(region.outputs, wanted)
+        ),
+    )
 
 
 def _prune_scan(equation: Equation, live: set[int]) -> Equation:
@@ -526,18 +596,21 @@ def _prune_scan(equation: Equation, live: set[int]) -> Equation:
         wanted[:carry] = more
     keep = [body.inputs[i] in used for i in range(consts)] + wanted[:carry]
     keep += [body.inputs[i] in used for i in range(consts + carry, consts + carry + xs)]
-    select = lambda values, mask: tuple(v for v, m in zip(values, mask, strict=True) if m)  # noqa: E731
     pruned = replace(
-        pruned, inputs=select(body.inputs, keep), outputs=select(pruned.outputs, wanted)
+        pruned, inputs=_select(body.inputs, keep), outputs=_select(pruned.outputs, wanted)
     )
     counts = (sum(keep[:consts]), sum(wanted[:carry]), sum(keep[consts + carry :]))
     return replace(
         equation,
-        inputs=select(equation.inputs, keep),
-        outputs=select(equation.outputs, wanted),
+        inputs=_select(equation.inputs, keep),
+        outputs=_select(equation.outputs, wanted),
         bodies=(pruned,),
         counts=counts,
     )
+
+
+def _select(values: Sequence[Any], mask: Sequence[bool]) -> tuple[Any, ...]:
+    return tuple(v for v, m in zip(values, mask, strict=True) if m)
 
 
 def trace(function: Any, *args: Any) -> ClosedJaxpr:

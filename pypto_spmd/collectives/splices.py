@@ -203,18 +203,6 @@ def _trace_concatenate(equation: Equation, known: _Known) -> list[_Rows | None]:
     return [_Rows(dim, _merged(runs), cut)]
 
 
-def _trace_split(equation: Equation, known: _Known) -> list[_Rows | None]:
-    dim, sizes = equation.params["axis"], equation.params["sizes"]
-    rows = known.of(equation.inputs[0], dim)
-    if rows is None:
-        return [None] * len(sizes)
-    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [
-        _Rows(dim, _window(rows, first, first + size), rows.cut)
-        for first, size in zip(firsts, sizes, strict=True)
-    ]
-
-
 def _trace_add(equation: Equation, known: _Known) -> list[_Rows | None]:
     """The sum of two tensors of which, in each row, one is zero: the gradient of a concatenation."""
     found = [known.rows.get(a) if isinstance(a, int) else None for a in equation.inputs]
@@ -247,7 +235,6 @@ _TRACERS: dict[str, Callable[[Equation, _Known], list[_Rows | None]]] = {
     "slice": _trace_slice,
     "pad": _trace_pad,
     "concatenate": _trace_concatenate,
-    "split": _trace_split,
     "add": _trace_add,
     "add_any": _trace_add,
 }

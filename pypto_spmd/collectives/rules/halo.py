@@ -58,7 +58,7 @@ def parts(block: int, starts: tuple[int, ...], length: int) -> tuple[Part, ...]:
         length: rows of each window.
     """
     needs: dict[int, list[tuple[int, int, int]]] = {}
-    for piece, start in enumerate(starts):
+    for piece, start in enumerate(starts if block and length else ()):
         first = max(0, start // block)
         last = min(len(starts) - 1, (start + length - 1) // block)
         for source in range(first, last + 1):

@@ -53,6 +53,11 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         (i32(2, 16), i32(2, 8), i32(2, 8)),
     ),
     "concatenate odd pieces": (lambda a, b: lax.concatenate([a, b], 0), (f32(3, 8), f32(5, 8))),
+    "concatenate with nothing": (
+        lambda a, b: lax.concatenate_p.bind(a, b, dimension=0),
+        (f32(8, 3), f32(0, 3)),
+    ),
+    "split off nothing": (lambda a: lax.split(a, [0, 16], 1), (f32(3, 16),)),
     "stack": (lambda a, b: jnp.stack([a, b], 1), (f32(8, 24), f32(8, 24))),
     "unstack": (lambda a: jnp.unstack(a, axis=1), (f32(8, 3, 24),)),
     "tile": (lambda a: jnp.tile(a, (8, 1, 2)), (f32(2, 24, 8),)),
