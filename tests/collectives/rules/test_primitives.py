@@ -39,10 +39,10 @@ WITHOUT_RULE = {
 OF_SOME_VERSIONS = {"call": BODY, "closed_call": BODY, "eval_jaxpr": BODY}
 
 WITH_RULE_BUT_NOT_PUBLIC = {
-    "cholesky_update", "empty", "geqp3", "geqrf", "log2", "lu_pivots_to_permutation", "mulhi",
-    "one_minus_square", "optimization_barrier", "ormqr", "polynomial",
-    "ragged_dot_general", "random_clone", "random_unwrap",
-    "random_wrap", "scatter-sub", "split", "stack", "symmetric_product", "tile", "unstack",
+    "cholesky_update", "empty", "ffi_call", "geqp3", "geqrf", "log2", "lu_pivots_to_permutation", "mulhi",
+    "one_minus_square", "optimization_barrier", "ormqr", "pallas_call", "polynomial",
+    "ragged_dot_general", "random_clone", "random_unwrap", "random_wrap", "scatter-sub", "split", "stack",
+    "symmetric_product", "tile", "unstack",
 }  # fmt: skip
 """Primitives with a rule that `jax.extend` does not list, in all versions or in some."""
 
