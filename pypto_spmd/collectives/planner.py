@@ -1,7 +1,7 @@
 """From a graph to a program: infer the labels, assemble layouts, schedule, number the steps."""
 
 import gc
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
@@ -209,13 +209,17 @@ def _missing_fault(name: str, place: str) -> Fault:
     )
 
 
-def _sent(draft: DraftRun, exchange: Exchange, axes: tuple[str, ...]) -> Hashable | None:
+def _sent(
+    draft: DraftRun, exchange: Exchange, axes: tuple[str, ...], axis_sizes: Mapping[str, int]
+) -> Hashable | None:
     """What an exchange sends: equal for two equations of a block that can share it."""
     if exchange.sent is None:
         return None
-    operand, rows = exchange.sent
-    atom = draft.equation.inputs[operand]
-    return id(draft.block), atom, draft.operands[operand], axes, rows
+    operand, rows, others = exchange.sent
+    atom, layout = draft.equation.inputs[operand], draft.operands[operand]
+    shards = {dim: layout.shards(dim, axis_sizes) for dim in others}
+    held = tuple((dim, others[dim](count)) for dim, count in shards.items() if count > 1)
+    return id(draft.block), atom, layout, axes, rows, held
 
 
 class _Numbering:
@@ -230,7 +234,8 @@ class _Numbering:
         self.steps: list[CommStep] = []
         self.originals = originals(layouts.request.graph)
         self.first: dict[Hashable, int] = {}
-        self.sent: dict[Hashable, int] = {}  # steps that do for every equation that asks for the same
+        # Steps that do for every equation that asks for the same.
+        self.sent: dict[Hashable, int] = {}
 
     def block(self, draft: DraftBlock) -> BlockSchedule:
         """The final schedule of a draft block."""
@@ -268,7 +273,7 @@ class _Numbering:
             for index, exchange in enumerate(
                 equation.rule.factors[factor].exchanges_for(prod(self.axis_sizes[a] for a in axes))
             ):
-                sent = _sent(draft, exchange, axes)
+                sent = _sent(draft, exchange, axes, self.axis_sizes)
                 if sent is not None and sent in self.sent:
                     steps[factor, index] = self.sent[sent]
                     continue

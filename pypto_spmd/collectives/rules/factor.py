@@ -45,8 +45,9 @@ class Exchange:
         reduce_op: reduction of an AllReduce or ReduceScatter.
         count: where the number of elements is no such product, a function that gives it from the local
             sizes of all factors (the halos of two dims meet in a corner).
-        sent: an operand, and what of it is sent. Of exchanges over the same axes that send the same of one
-            tensor in one layout, the first does for all (a convolution and its gradient need one halo).
+        sent: an operand, what of it is sent, and for other dims what they hold by then, given their number
+            of shards. Of exchanges over the same axes that send the same of one tensor in one layout, the
+            first does for all (a convolution and its gradient need one halo).
     """
 
     kind: str
@@ -57,7 +58,7 @@ class Exchange:
     what: str = ""
     reduce_op: str = ""
     count: Callable[[Sequence[int]], float] | None = None
-    sent: tuple[int, Hashable] | None = None
+    sent: tuple[int, Hashable, Mapping[int, Callable[[int], Hashable]]] | None = None
 
     def full_elements(self, local_sizes: Sequence[int], group: int) -> float:
         """Elements of the whole tensor, when `group` devices take part."""

@@ -9,8 +9,9 @@ Invariant: all devices' windows have one length and one phase against the input'
 program with one padding does for all of them.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import gcd, prod
 from typing import Any
 
@@ -190,13 +191,17 @@ class _Halos:
             sent=self._sent(position, part),
         )
 
-    def _sent(self, position: int, part: Part) -> tuple[int, Hashable] | None:
-        before = list(self.slidings).index(self.name)
-        halos = tuple((self.dims[n], self.slidings[n]) for n in list(self.slidings)[:before])
-        if halos and self.fill is None:
-            return None
-        # Rows hold the halos of earlier dims by then, and what fills them.
-        return position, (self.dims[self.name], part.rows, (halos, self.fill) if halos else ())
+    def _sent(
+        self, position: int, part: Part
+    ) -> tuple[int, Hashable, dict[int, Callable[[int], Hashable]]]:
+        before = list(self.slidings)[: list(self.slidings).index(self.name)]
+        held = {self.dims[name]: partial(self._held, self.slidings[name]) for name in before}
+        return position, (self.dims[self.name], part.rows), held
+
+    def _held(self, sliding: Sliding, shards: int) -> Hashable:
+        """Which rows of an earlier dim are there by then, and what fills those outside it."""
+        fill = object() if self.fill is None else self.fill  # what nobody knows equals nothing
+        return sliding.starts(shards), sliding.length(shards), fill
 
     def _beside(self, position: int, local_sizes: Sequence[int]) -> int:
         """Elements of one row, with the halos of the dims that have theirs already."""

@@ -31,11 +31,16 @@ def gradients(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.grad(lambda *args: (function(*args) ** 2).sum(), argnums=(0, 1))
 
 
+def weight_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.grad(lambda x, w: (function(x, w) ** 2).sum(), argnums=1)
+
+
 def max_pool(x: Any) -> Any:
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
 
 
 ROWS = Spec("data", "model")
+COLUMNS = Spec("data", None, "model")
 BOTH = Spec(None, "data", "model")
 CASES = {
     "conv": (conv(), (ROWS, Spec()), ROWS, (IMAGES, KERNEL), {"collective_permute": 2}),
@@ -54,6 +59,21 @@ CASES = {
         (ROWS, Spec()),
         (IMAGES, KERNEL),
         {"collective_permute": 2, "all_reduce": 1},
+    ),
+    # A dim that is whole has no halo that could differ; two split ones have the same corners.
+    "gradient of conv, columns split": (
+        weight_gradient(conv()),
+        (COLUMNS, Spec()),
+        Spec(),
+        (IMAGES, KERNEL),
+        {"collective_permute": 2, "all_reduce": 1},
+    ),
+    "gradient of conv, both split": (
+        weight_gradient(conv()),
+        (BOTH, Spec()),
+        Spec(),
+        (IMAGES, KERNEL),
+        {"collective_permute": 4, "all_reduce": 1},
     ),
     "pooling": (max_pool, (ROWS,), ROWS, (IMAGES,), {}),
     "gradient of pooling": (
