@@ -29,12 +29,15 @@ def _reduction(op: str):
         letters = [f"d{d}" for d in range(len(ins[0].shape))]
         reduced = [letters[d] for d in params["axes"]]
         kept = [n for n in letters if n not in reduced]
+        # Of integers "or" and "and" are bitwise, which no collective computes.
+        bitwise = op in ("or", "and") and ins[0].dtype != bool
         return factor_rule(
             f"{' '.join(letters)} -> {' '.join(kept)}",
             [a.shape for a in ins],
             [a.shape for a in outs],
             reduce=dict.fromkeys(reduced, op),
-            linear=(Linear(frozenset({0}), (op,)),),
+            linear=() if bitwise else (Linear(frozenset({0}), (op,)),),
+            whole=reduced if bitwise else (),
         )
 
     return make
