@@ -1,6 +1,7 @@
 """Serial code in, communication plan out: run whole-array JAX and NumPy functions on a mesh."""
 
 from pypto_spmd.collectives.plan import CommPlan, CommStep
+from pypto_spmd.collectives.rules import register_rule
 from pypto_spmd.errors import ShardingError
 from pypto_spmd.mesh import DeviceMesh
 from pypto_spmd.sharding import AUTO, PartitionSpec, ShardingSpec
@@ -15,5 +16,6 @@ __all__ = [
     "SPMDFunction",
     "ShardingError",
     "ShardingSpec",
+    "register_rule",
     "spmd",
 ]

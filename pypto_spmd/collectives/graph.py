@@ -21,7 +21,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pypto_spmd.collectives.region import Region
 from pypto_spmd.collectives.rules import Aval, Rule, factor_rule, rule_for
+from pypto_spmd.collectives.rules.user_rule import Misfit
 from pypto_spmd.collectives.source import Source
+from pypto_spmd.errors import refuse
 
 
 @dataclass(frozen=True, slots=True, eq=False)

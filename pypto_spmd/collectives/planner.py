@@ -22,6 +22,7 @@ from pypto_spmd.collectives.plan import CommPlan, CommStep, show_bytes
 from pypto_spmd.collectives.program import BlockSchedule, Convert, Program, Run, RunLoop
 from pypto_spmd.collectives.recomputation import originals
 from pypto_spmd.collectives.rules import Aval, Exchange
+from pypto_spmd.collectives.rules.registry import NO_RULE
 from pypto_spmd.collectives.schedule import schedule
 from pypto_spmd.collectives.sub_axes import Parts, coarsened, cut, join, joined, needed_parts
 from pypto_spmd.errors import Fault, raise_faults, spmd_function
@@ -196,16 +197,23 @@ def _layouts(
 def _without_rule(graph: Graph) -> list[tuple[str, str]]:
     found: dict[tuple[str, str], None] = {}
     for equation, _ in graph.equations():
-        if equation.rule is not None and equation.rule.reason.startswith("no rule"):
-            found[equation.name, str(equation.source)] = None
+        if equation.rule is not None and equation.rule.reason.startswith(NO_RULE):
+            what = equation.rule.reason.removeprefix(NO_RULE)
+            found[what, str(equation.source)] = None
     return list(found)
 
 
-def _missing_fault(name: str, place: str) -> Fault:
+_CALLS_BY_NAME = {"ffi_call": "ffi_target", "pallas_call": "pallas_kernel"}
+
+
+def _missing_fault(what: str, place: str) -> Fault:
+    name, _, called = what.partition(" ")
+    option = f"{_CALLS_BY_NAME[name]}={called}" if called else f"primitive={name!r}"
+    subject = what if called else f"primitive {name!r}"
     return Fault(
-        f"primitive {name!r}{' at ' + place if place else ''} has no rule.",
+        f"{subject}{' at ' + place if place else ''} has no rule.",
         "Without one its operands are gathered and it runs whole, which strict=True forbids.",
-        f"register one with register_rule(..., primitive={name!r}), or decorate with strict=False.",
+        f"register one with register_rule(..., {option}), or decorate with strict=False.",
     )
 
 

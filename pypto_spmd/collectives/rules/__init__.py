@@ -8,6 +8,7 @@ from pypto_spmd.collectives.rules import (  # noqa: F401  (importing a family re
     elementwise,
     fft,
     indexing,
+    kernels,
     linalg,
     ordering,
     ragged,
@@ -27,6 +28,7 @@ from pypto_spmd.collectives.rules.factor import (
     factor_rule,
     whole_rule,
 )
+from pypto_spmd.collectives.rules.registration import register_rule
 from pypto_spmd.collectives.rules.registry import Aval, has_rule, registered, rule, rule_for
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "choices",
     "factor_rule",
     "has_rule",
+    "register_rule",
     "registered",
     "rule",
     "rule_for",

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from pypto_spmd.collectives.rules.factor import Rule, whole_rule
+from pypto_spmd.collectives.rules.whole import WITHOUT_RULE
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,9 @@ def itemsize(dtype: Any) -> int:
     return int(np.dtype(dtype).itemsize) if isinstance(dtype, np.dtype) else 8
 
 
+NO_RULE = "no rule for "
+"""How the reason of a rule begins, where there is none for a primitive: then its name follows."""
+
 RuleFunction = Callable[[Mapping[str, Any], tuple[Aval, ...], tuple[Aval, ...]], Rule]
 
 _RULES: dict[str, RuleFunction] = {}
@@ -53,6 +57,13 @@ def rule(*names: str) -> Callable[[RuleFunction], RuleFunction]:
         return function
 
     return register
+
+
+def replace_rule(name: str, function: RuleFunction) -> None:
+    """Gives a primitive a rule function, whether it has one or not."""
+    _RULES[name] = function
+    for key in [key for key in _CACHE if key[0] == name]:
+        del _CACHE[key]
 
 
 def registered() -> tuple[str, ...]:
@@ -85,7 +96,7 @@ def _make(
     function = _RULES.get(name)
     if function is None:
         shapes = tuple(a.shape for a in ins), tuple(a.shape for a in outs)
-        return whole_rule(*shapes, reason=f"no rule for {name}")
+        return whole_rule(*shapes, reason=WITHOUT_RULE.get(name) or NO_RULE + name)
     return function(params, ins, outs)
 
 
