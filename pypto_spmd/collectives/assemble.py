@@ -84,7 +84,13 @@ class Layouts:
     def splits(self, equation: Equation) -> dict[int, tuple[str, ...]]:
         """Which axes split each factor of an equation, outermost first."""
         found: dict[int, list[str]] = {}
-        for axis in self.equation_order.get(equation.index, self.axes):
+        order = self.equation_order.get(equation.index, self.axes)
+        if equation.constraint is not None:
+            # A constraint also says in which order axes are nested.
+            named = Layout.from_spec(equation.constraint, self.rank(equation.outputs[0]))
+            first = [a for axes in named.dims for a in axes if a in order]
+            order = (*first, *(a for a in order if a not in first))
+        for axis in order:
             factor = self.choice(equation, axis).factor
             if factor >= 0:
                 found.setdefault(factor, []).append(axis)
@@ -138,6 +144,19 @@ class Layouts:
     def slice_of(self, pile: Layout) -> Layout:
         """The layout of one slice of a pile."""
         return Layout(pile.dims[1:], pile.partial)
+
+    def inside(self, axes: Sequence[str], result: int) -> Layout:
+        """The layout in which the body of a region on `axes` gives back what will be `result`."""
+        stored = self.stored(result)
+        for axis in axes:
+            stored = stored.with_label(axis, R)
+        return stored
+
+    def around(self, given: Layout, local: Layout) -> Layout:
+        """The layout outside a region of a value that is given so there, and lies so inside."""
+        outer = tuple(tuple(a for a in axes if a in self.labelling.axes) for axes in given.dims)
+        dims = tuple((*o, *i) for o, i in zip(outer, local.dims, strict=True))
+        return Layout(dims, local.partial)
 
     def argument(self, position: int) -> Layout:
         """The layout in which an argument comes in."""
@@ -317,6 +336,14 @@ class _Nesting:
         target = layouts.stored(link.target)
         if link.kind == "same" and source != target:
             return np.inf
+        if link.kind == "enter":
+            entering = layouts.around(link.given, target)
+            labels = {a: entering.label(a) for a in layouts.axes}
+            return self._bytes(link.source, layouts.stored(link.source, labels), entering)
+        if link.kind == "leave":
+            inside = layouts.inside(link.axes, link.target)
+            made = self._bytes(link.target, layouts.around(link.given, inside), target)
+            return made + self._bytes(link.source, source, inside)
         return self._bytes(link.target, source, target)
 
     def _add_ends(self) -> None:

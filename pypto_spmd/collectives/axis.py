@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 
 from pypto_spmd.collectives.elimination import Problem, Table, intern_table, solve
-from pypto_spmd.collectives.facts import EquationFacts, GraphFacts
+from pypto_spmd.collectives.facts import NOTHING, EquationFacts, GraphFacts
 from pypto_spmd.collectives.graph import Atom, Constant, Equation, Graph
 from pypto_spmd.collectives.links import Link, predicates
 from pypto_spmd.collectives.min_marginals import min_marginals
@@ -35,7 +35,7 @@ from pypto_spmd.collectives.objective import (
     store_table,
 )
 from pypto_spmd.collectives.rules import Choice, Rule, choices
-from pypto_spmd.sharding.layout import Label, Layout, P, R, S
+from pypto_spmd.sharding.layout import Label, Layout, P, R, S, open_dims
 from pypto_spmd.sharding.redistribute import wire_bytes
 
 
@@ -164,14 +164,24 @@ class AxisProblem:
             label = layout.label(self.axis) if layout is not None else R
             if label.kind == "S" and isinstance(atom, int):
                 self.asked.add(dims[atom][label.dim])
-        self.constraints: dict[int, Label] = {}
+        self.inside = self.facts.inside.get(self.axis, NOTHING)
+        self.constraints: dict[int, frozenset[Label]] = {}
         for index, known in self.facts.equations.items():
-            if known.equation.constraint is not None:
+            spec = known.equation.constraint
+            if spec is not None and index not in self.inside.equations:
                 output = known.equation.outputs[0]
-                layout = Layout.from_spec(known.equation.constraint, len(dims[output]))
-                label = self.constraints[index] = layout.label(self.axis)
+                label = Layout.from_spec(spec, len(dims[output])).label(self.axis)
                 if label.kind == "S":
                     self.asked.add(dims[output][label.dim])
+                    self.constraints[index] = frozenset({label})
+                else:
+                    self.constraints[index] = frozenset({R, *map(S, open_dims(spec))})
+        for _, _, links in self.facts.loops:
+            for link in links:
+                outside = link.target if link.inside else link.source
+                label = link.given_label(self.axis)
+                if label is not None and label.kind == "S" and isinstance(outside, int):
+                    self.asked.add(dims[outside][label.dim])
 
     def _mobilities(self) -> list[Mobility]:
         """By how much moving each tensor is made dearer on this axis (design, objective "standard")."""
@@ -212,7 +222,8 @@ class AxisProblem:
                 if link.inside or link.kind == "result":
                     continue
                 # Constants and stacks keep what they are inside a loop; what is carried is mixed.
-                pure = link.kind in ("const", "xs", "operand") and link.source in from_state
+                kept = link.kind in ("const", "xs", "operand", "enter")
+                pure = kept and link.source in from_state
                 (from_state if pure else mixed).add(link.target)
             if any(s in mixed for s in sources):
                 mixed.update(equation.outputs)
@@ -242,22 +253,24 @@ class AxisProblem:
         closure = self.objective.closure
         for index, known in self.facts.equations.items():
             rule = known.equation.rule
-            if index in constrained:
-                theirs = tuple(labels.choices[index] for labels in self.others)
-                found = choices(rule, _local_sizes(rule, theirs, self.other_sizes), self.size)
-                label = constrained[index]
-                self.choice_lists[index] = (
-                    tuple(c for c in found if c.results[0] == label) or found[:1]
-                )
+            theirs = tuple(labels.choices[index] for labels in self.others)
+            if index in self.inside.equations:
+                self.choice_lists[index] = _whole(rule, theirs, self.other_sizes, self.size)
                 continue
             mask = tuple(
                 not closure or any(c in asked for c in classes) for classes in known.factor_classes
             )
-            theirs = tuple(labels.choices[index] for labels in self.others)
-            self.choice_lists[index] = _choice_list(rule, theirs, self.other_sizes, mask, self.size)
+            found = _choice_list(rule, theirs, self.other_sizes, mask, self.size)
+            if index in constrained:
+                granted = tuple(c for c in found if c.results[0] in constrained[index])
+                found = granted or _whole(rule, theirs, self.other_sizes, self.size)
+            self.choice_lists[index] = found
         ops = self._partial_ops()
         self.domains = []
         for tensor, classes in enumerate(self.facts.dims):
+            if tensor in self.inside.tensors:
+                self.domains.append(((R,),))
+                continue
             mask = tuple(not closure or c in asked for c in classes)
             cuts = tuple(theirs.stored[tensor] for theirs in self.others) if any(mask) else ()
             self.domains.append(
@@ -276,6 +289,8 @@ class AxisProblem:
             changed = False
             for equation, _ in self.facts.order:
                 for link in links.get(equation.index, ()):
+                    if link.given_label(self.axis) is not None:
+                        continue
                     found = set(ops[link.source]) if isinstance(link.source, int) else set()
                     if link.kind == "xs":
                         found.add("sum")
@@ -354,6 +369,10 @@ class AxisProblem:
 
     def _add_loop(self, equation: Equation, weight: float, links: tuple[Link, ...]) -> None:
         for link in links:
+            given = link.given_label(self.axis)
+            if given is not None:
+                self._add_region_end(link, given)
+                continue
             if isinstance(link.source, Constant) or link.source == link.target:
                 continue
             size = self._stored_bytes(link.source if link.source_shift > 0 else link.target)
@@ -370,6 +389,20 @@ class AxisProblem:
                     times * read_cost(o, R, size, self.size, FREE) for o in self.domains[atom]
                 )
                 self.tables.append(((atom,), _unary(cost)))
+
+    def _add_region_end(self, link: Link, given: Label) -> None:
+        """An operand or result of a region, which lies outside as its spec says."""
+        outside = link.target if link.inside else link.source
+        if isinstance(outside, Constant):
+            return
+        moves, size = self.mobility[outside], self._stored_bytes(link.target)
+        if link.inside:
+            cost = [store_cost(given, o, size, self.size, moves) for o in self.domains[outside]]
+        else:
+            size *= self.size if given.kind == "S" else 1  # the target is one device's part
+            cost = [read_cost(o, given, size, self.size, moves) for o in self.domains[outside]]
+        if any(cost):
+            self.tables.append(((outside,), _unary(tuple(link.weight * c for c in cost))))
 
     def _add_inputs(self, free_input: int) -> list[Label | None]:
         """Arguments: their given label is what they come in with; what is free comes in as stored."""
@@ -469,6 +502,11 @@ class AxisProblem:
                     count(tensor, stored[tensor], label)
             for tensor, label in zip(known.equation.outputs, choice.results, strict=True):
                 count(tensor, (label,), stored[tensor][0])
+        for _, _, links in self.facts.loops:
+            for link in links:
+                given = link.given_label(self.axis)
+                if given is not None and not link.inside and isinstance(link.source, int):
+                    count(link.source, stored[link.source], given)
         for tensor, label in zip(self.graph.block.inputs, found.inputs, strict=True):
             count(tensor, (label,), stored[tensor][0])
         for atom, label in zip(self.graph.block.outputs, found.outputs, strict=True):
@@ -502,6 +540,13 @@ def _local_sizes(rule: Rule, theirs: tuple[Choice, ...], sizes: tuple[int, ...])
         if choice.factor >= 0:
             local[choice.factor] //= n
     return tuple(local)
+
+
+def _whole(
+    rule: Rule, theirs: tuple[Choice, ...], sizes: tuple[int, ...], axis_size: int
+) -> tuple[Choice, ...]:
+    """The one choice of what an axis must not split."""
+    return choices(rule, _local_sizes(rule, theirs, sizes), axis_size)[:1]
 
 
 @lru_cache(maxsize=100_000)

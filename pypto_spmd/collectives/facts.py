@@ -4,11 +4,12 @@ Models repeat the same few hundred equations thousands of times, so everything t
 keyed by small things that repeat: rules, classes of dims, weights.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
 from pypto_spmd.collectives.classes import DimClasses, dim_classes, factor_dims
-from pypto_spmd.collectives.graph import Block, Equation, Graph
+from pypto_spmd.collectives.graph import Block, Equation, Graph, blocks_of
 from pypto_spmd.collectives.links import Link, links_of
 
 
@@ -30,6 +31,41 @@ class EquationFacts:
     factor_classes: tuple[tuple[int, ...], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """What is inside the regions on one mesh axis, and so local there: whole, and nobody's to plan.
+
+    Args:
+        tensors: numbers of the tensors.
+        equations: indices of the equations.
+    """
+
+    tensors: frozenset[int] = frozenset()
+    equations: frozenset[int] = frozenset()
+
+
+NOTHING = Inside()
+"""What is inside the regions on an axis that has none."""
+
+
+def inside_regions(graph: Graph) -> dict[str, Inside]:
+    """For each mesh axis that a region is on, what is inside."""
+    found: dict[str, Inside] = {}
+    for equation, _ in graph.equations():
+        if equation.region is None:
+            continue
+        blocks = [b for body in equation.bodies for b in blocks_of(body)]
+        equations = [e for block in blocks for e in block.equations]
+        tensors = {t for block in blocks for t in block.inputs}
+        tensors.update(t for e in equations for t in e.outputs)
+        for axis in equation.region.axes:
+            known = found.get(axis, NOTHING)
+            found[axis] = Inside(
+                known.tensors | tensors, known.equations | {e.index for e in equations}
+            )
+    return found
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphFacts:
     """A graph, read once.
@@ -44,6 +80,7 @@ class GraphFacts:
         order: all equations with their blocks, in program order.
         batched: classes of the dims over which matrix work is batched: with weights of their own for each
             index, what experts are.
+        inside: for each mesh axis what is inside a region on it.
     """
 
     graph: Graph
@@ -54,6 +91,7 @@ class GraphFacts:
     loops: tuple[tuple[Equation, Block, tuple[Link, ...]], ...]
     order: tuple[tuple[Equation, Block], ...]
     batched: frozenset[int]
+    inside: Mapping[str, Inside]
 
 
 def read_graph(graph: Graph, *, inner: bool = False) -> GraphFacts:
@@ -78,7 +116,8 @@ def read_graph(graph: Graph, *, inner: bool = False) -> GraphFacts:
         )
     batched = frozenset(c for known in equations.values() for c in _batch_classes(known))
     sizes = tuple(prod(aval.shape) * aval.itemsize for aval in graph.avals)
-    return GraphFacts(graph, classes, dims, sizes, equations, tuple(loops), order, batched)
+    inside = inside_regions(graph)
+    return GraphFacts(graph, classes, dims, sizes, equations, tuple(loops), order, batched, inside)
 
 
 def _batch_classes(known: EquationFacts):

@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 from jax.extend.core import Var as JaxVar
 from jax.sharding import NamedSharding, PartitionSpec
 
+from pypto_spmd.collectives.by_hand import names_axes
 from pypto_spmd.collectives.region import Region
 from pypto_spmd.collectives.rules import Aval, Rule, factor_rule, rule_for
 from pypto_spmd.collectives.rules.user_rule import Misfit
@@ -343,7 +344,9 @@ class _Builder:
             known = _cast_constant(inputs[0], aval_of(eqn.outvars[0]))
             if known is not None:
                 return (known,)
-        key = None if eqn.effects else equation_key(eqn.primitive.name, eqn.params, inputs)
+        # A collective's only effect is that it names an axis.
+        pure = not eqn.effects or names_axes(eqn.primitive.name)
+        key = equation_key(eqn.primitive.name, eqn.params, inputs) if pure else None
         if key is not None and key in place.seen:
             return place.seen[key]
         ins = tuple(a.aval if isinstance(a, Constant) else self.avals[a] for a in inputs)

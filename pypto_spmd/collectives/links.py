@@ -1,12 +1,14 @@
-"""How the tensors inside a loop's bodies correspond to those outside.
+"""How the tensors inside the bodies of a loop or region correspond to those outside.
 
 A link says that a tensor is bound to another: an operand to a body input, a body output to the next
-trip's carry, and so on. Inference and lowering both read loops through their links.
+trip's carry, and so on. Inference and lowering both read loops and regions through their links.
 """
 
 from dataclasses import dataclass
 
 from pypto_spmd.collectives.graph import Atom, Block, Equation
+from pypto_spmd.collectives.region import Region
+from pypto_spmd.sharding.layout import Label, Layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -14,12 +16,15 @@ class Link:
     """One tensor bound to another.
 
     Args:
-        kind: "const", "init", "carry", "result", "xs", "ys", "operand", "branch" or "same".
+        kind: "const", "init", "carry", "result", "xs", "ys", "operand", "branch", "same", and of a region
+            "enter" and "leave".
         source: what is bound.
         target: the tensor it is bound to.
         weight: how often that happens in one call.
         source_shift: dims by which the source's rank exceeds the target's: 1 for xs, -1 for ys.
         inside: whether the source is read inside a body (its conversions then run there).
+        given: how the value outside lies on the axes of a region.
+        axes: the axes of the region; the value inside is a local one there.
     """
 
     kind: str
@@ -28,10 +33,16 @@ class Link:
     weight: float
     source_shift: int = 0
     inside: bool = False
+    given: Layout | None = None
+    axes: tuple[str, ...] = ()
+
+    def given_label(self, axis: str) -> Label | None:
+        """How the value outside a region lies on an axis; None if that is not given."""
+        return self.given.label(axis) if self.given is not None and axis in self.axes else None
 
 
 def links_of(equation: Equation, weight: float) -> tuple[Link, ...]:
-    """All links of a loop that stands in a block of `weight`.
+    """All links of a loop or region that stands in a block of `weight`.
 
     "same" links bind a tensor to another in the very same layout: the branches' inputs among each other,
     and a while's carry as its predicate reads it.
@@ -40,6 +51,8 @@ def links_of(equation: Equation, weight: float) -> tuple[Link, ...]:
         return tuple(_scan(equation, weight))
     if equation.name == "while":
         return tuple(_while(equation, weight))
+    if equation.region is not None:
+        return tuple(_region(equation, equation.region, weight))
     return tuple(_cond(equation, weight))
 
 
@@ -83,6 +96,14 @@ def _cond(equation: Equation, weight: float):
     for branch in equation.bodies:
         for i, output in enumerate(equation.outputs):
             yield Link("branch", branch.outputs[i], output, branch.weight, inside=True)
+
+
+def _region(equation: Equation, region: Region, weight: float):
+    (body,) = equation.bodies
+    for source, target, given in zip(equation.inputs, body.inputs, region.inputs, strict=True):
+        yield Link("enter", source, target, weight, given=given, axes=region.axes)
+    for source, target, given in zip(body.outputs, equation.outputs, region.outputs, strict=True):
+        yield Link("leave", source, target, weight, inside=True, given=given, axes=region.axes)
 
 
 def predicates(equation: Equation) -> tuple[tuple[Atom, Block | None], ...]:

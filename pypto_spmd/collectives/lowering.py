@@ -11,7 +11,7 @@ again is dropped, so that tracing holds no more than the program does.
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -24,10 +24,12 @@ from jax.experimental import io_callback
 from jax.extend import source_info_util
 from jax.sharding import Mesh, NamedSharding
 
+from pypto_spmd.collectives.by_hand import communicate, names_axes
 from pypto_spmd.collectives.graph import Atom, Block, Constant, Equation, Graph
 from pypto_spmd.collectives.legs import place, run_leg
 from pypto_spmd.collectives.program import BlockSchedule, Convert, Program, Run, RunLoop
 from pypto_spmd.collectives.rules.context import Context
+from pypto_spmd.collectives.tagging import step_scope
 from pypto_spmd.errors import Fault, raise_faults, spmd_function
 from pypto_spmd.sharding.layout import Layout
 
@@ -145,6 +147,10 @@ class _Walk(ABC):
         """One equation that is no loop."""
 
     @abstractmethod
+    def region(self, item: RunLoop, operands: list[Any]) -> Sequence[Any]:
+        """A region: its body on the values of one device."""
+
+    @abstractmethod
     def owners(self, layout: Layout) -> tuple[str, ...]:
         """The axes over which the slices of a scanned stack are dealt out."""
 
@@ -193,8 +199,13 @@ class _Walk(ABC):
         return environment[atom, layout]
 
     def _loop(self, item: RunLoop, operands: list[Any]) -> Sequence[Any]:
-        run = {"scan": self._scan, "while": self._while, "cond": self._cond}[item.equation.name]
-        return run(item, operands)
+        run = {
+            "scan": self._scan,
+            "while": self._while,
+            "cond": self._cond,
+            "shard_map": self.region,
+        }
+        return run[item.equation.name](item, operands)
 
     def _scan(self, item: RunLoop, operands: list[Any]) -> Sequence[Any]:
         equation = item.equation
@@ -258,11 +269,22 @@ class _Walk(ABC):
 class _OnShards(_Walk):
     """Arrays are one device's blocks, inside `shard_map`."""
 
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self.by_hand: Set[str] = frozenset()  # the axes of the regions that are being run
+
     def place(self, value: Any, layout: Layout) -> Any:
         return place(value, layout, self.axis_sizes) if layout.axes else value
 
     def convert(self, item: Convert, x: Any) -> Any:
         return run_leg(item.leg, x, self.axis_sizes, item.step)
+
+    def region(self, item: RunLoop, operands: list[Any]) -> Sequence[Any]:
+        equation = item.equation
+        outer, self.by_hand = self.by_hand, self.by_hand | set(equation.region.axes)
+        results = self.block(item.bodies[0], equation.bodies[0], operands, equation.scope)
+        self.by_hand = outer
+        return results
 
     def owners(self, layout: Layout) -> tuple[str, ...]:
         return layout.dims[0]
@@ -279,7 +301,12 @@ class _OnShards(_Walk):
             return operands
         if equation.name in _FIRE_ONCE:
             return self._fire_once(item, operands)
-        if rule.bind is None:
+        if names_axes(equation.name):
+            with step_scope(item.by_hand) if item.by_hand >= 0 else nullcontext():
+                results = communicate(
+                    equation.primitive, equation.params, operands, self.axis_sizes
+                )
+        elif rule.bind is None:
             results = _bind(equation, operands, _without_shardings(equation.params))
         else:
             context = Context(
@@ -304,12 +331,16 @@ class _OnShards(_Walk):
         equation = item.equation
         if equation.outputs:
             raise_faults(spmd_function(self.program.plan.function), [_returning_callback(equation)])
-        first = lax.axis_index(tuple(self.axis_sizes)) == 0
 
         def call(*values: Any) -> None:
             _call_back(equation, values)
 
-        lax.cond(first, call, lambda *values: None, *operands)
+        # In a region, as in JAX's own, every device calls back with its own value.
+        axes = tuple(a for a in self.axis_sizes if a not in self.by_hand)
+        if axes:
+            lax.cond(lax.axis_index(axes) == 0, call, lambda *values: None, *operands)
+        else:
+            call(*operands)
         return ()
 
 
@@ -320,11 +351,32 @@ class _OnWholes(_Walk):
         super().__init__(program)
         self.jax_mesh = jax_mesh
 
+    @property
+    def region_mesh(self) -> Mesh | None:
+        """On which mesh a region runs, None for the current one."""
+        return self.jax_mesh
+
     def place(self, value: Any, layout: Layout) -> Any:
         return value
 
     def convert(self, item: Convert, x: Any) -> Any:
         return self._constrained(x, item.leg.target)
+
+    def region(self, item: RunLoop, operands: list[Any]) -> Sequence[Any]:
+        equation, region = item.equation, item.equation.region
+
+        def body(*values: Any) -> tuple[Any, ...]:
+            inside = _InRegion(self.program, self.jax_mesh)
+            return inside.block(item.bodies[0], equation.bodies[0], values, equation.scope)
+
+        return jax.shard_map(
+            body,
+            mesh=self.region_mesh,
+            in_specs=tuple(layout.spec for layout in region.inputs),
+            out_specs=tuple(layout.spec for layout in region.outputs),
+            axis_names=set(region.axes),
+            check_vma=False,
+        )(*operands)
 
     def owners(self, layout: Layout) -> tuple[str, ...]:
         return ()
@@ -338,6 +390,8 @@ class _OnWholes(_Walk):
             results: Sequence[Any] = operands
         elif equation.name in _FIRE_ONCE:
             results = _call_back(equation, operands)
+        elif names_axes(equation.name):
+            results = communicate(equation.primitive, equation.params, operands, self.axis_sizes)
         else:
             results = _bind(equation, operands, equation.params)
         return [self._constrained(x, y) for x, y in zip(results, item.results, strict=True)]
@@ -346,6 +400,18 @@ class _OnWholes(_Walk):
         if layout.partial:
             return x
         return lax.with_sharding_constraint(x, NamedSharding(self.jax_mesh, layout.spec))
+
+
+class _InRegion(_OnWholes):
+    """Arrays are one device's on the axes of a region, and whole on all others: XLA lays them out."""
+
+    @property
+    def region_mesh(self) -> None:
+        """Regions in this one are on the mesh that is current by then."""
+        return None
+
+    def _constrained(self, x: Any, layout: Layout) -> Any:
+        return x
 
 
 def _joined(items: Sequence[Convert | Run | RunLoop]) -> list[_Item]:

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from pypto_spmd.collectives.assemble import Layouts, assemble
 from pypto_spmd.collectives.axis import Request
+from pypto_spmd.collectives.by_hand import COLLECTIVES, axes_of, full_elements
 from pypto_spmd.collectives.drafts import DraftBlock, DraftConvert, DraftRun
 from pypto_spmd.collectives.explore import explorer
 from pypto_spmd.collectives.facts import read_graph
@@ -307,7 +308,37 @@ class _Numbering:
                 )
                 if sent is not None:
                     self.sent[sent] = steps[factor, index]
-        return Run(equation, draft.operands, draft.results, splits, steps)
+        by_hand = self._by_hand(draft) if equation.name in COLLECTIVES else -1
+        return Run(equation, draft.operands, draft.results, splits, steps, by_hand)
+
+    def _by_hand(self, draft: DraftRun) -> int:
+        """The step of a collective that a person wrote; -1 if there is nobody to communicate with."""
+        equation, graph = draft.equation, self.layouts.request.graph
+        axes = tuple(a for a in axes_of(equation.params) if self.axis_sizes[a] > 1)
+        avals = [graph.aval(atom) for atom in equation.inputs]
+        shapes = [
+            layout.local_shape(aval.shape, self.axis_sizes)
+            for layout, aval in zip(draft.operands, avals, strict=True)
+        ]
+        full = full_elements(equation.name, shapes, prod(self.axis_sizes[a] for a in axes))
+        if not axes or not full:
+            return -1
+        return self._add(
+            COLLECTIVES[equation.name],
+            axes,
+            full,
+            avals[0].itemsize,
+            repeat=draft.block.repeat,
+            op=equation.name,
+            tensor=self.narrator.tensor(equation.outputs[0]),
+            source=str(equation.source),
+            reason="written by hand"
+            if not equation.is_backward
+            else "the derivative of what is written by hand",
+            dtype=str(avals[0].dtype),
+            tensors=len(avals),
+            does=("by hand", self._original(equation.outputs[0])),
+        )
 
     def _convert_step(self, members: list[DraftConvert]) -> int:
         first = members[0]

@@ -42,6 +42,7 @@ class Run:
         results: the layout in which each output is made.
         splits: factor index -> mesh axes that split it, outermost first.
         steps: (factor index, exchange index) -> index of the plan's step.
+        by_hand: index of the plan's step of a collective that a person wrote, -1 if it is none.
     """
 
     equation: Equation
@@ -49,6 +50,7 @@ class Run:
     results: tuple[Layout, ...]
     splits: Mapping[int, tuple[str, ...]]
     steps: Mapping[tuple[int, int], int]
+    by_hand: int = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,15 +71,17 @@ class BlockSchedule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunLoop:
-    """Runs a `scan`, `while` or `cond`.
+    """Runs a `scan`, `while` or `cond`, or a region (`shard_map`).
 
     For `scan` and `while`, operand i is read in `operands[i]` and bound in the body in the body's input
     layout, which is the same one, but that the xs and ys of a scan lack their leading dim inside. Where the
     leading dim of an xs is split over some axes, each device holds only its block of slices: inside, the
     slice of one trip is partial ("sum") over these axes, being zero on the devices that do not hold it.
 
+    Of a region the layouts inside lack its axes: what is split over them outside is local inside.
+
     Args:
-        equation: the loop.
+        equation: the loop or region.
         operands: the layout in which each input is read.
         results: the layout in which each output is made: the carry's, the branch outputs', or the ys' with
             a whole leading dim.

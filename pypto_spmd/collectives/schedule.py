@@ -9,6 +9,7 @@ from pypto_spmd.collectives.buckets import bucket
 from pypto_spmd.collectives.drafts import DraftBlock, DraftConvert, DraftRun
 from pypto_spmd.collectives.graph import Atom, Block, Constant, Equation
 from pypto_spmd.collectives.links import links_of
+from pypto_spmd.collectives.region import Region
 from pypto_spmd.sharding.layout import Layout
 from pypto_spmd.sharding.redistribute import redistribute
 
@@ -110,6 +111,9 @@ class _BlockScheduler:
         if equation.name == "cond":
             self._cond(equation)
             return
+        if equation.region is not None:
+            self._region(equation, equation.region)
+            return
         bound: dict[int, Layout] = {}
         wanted: dict[tuple[int, int], Layout] = {}
         operands: dict[int, Layout] = {}
@@ -160,6 +164,19 @@ class _BlockScheduler:
             _BlockScheduler(self.layouts, body, read[1:], made).run() for body in equation.bodies
         )
         self.items.append(DraftRun(equation, self.block, read, made, bodies))
+        self._define(equation, made)
+
+    def _region(self, equation: Equation, region: Region) -> None:
+        layouts = self.layouts
+        (body,) = equation.bodies
+        bound = tuple(layouts.stored(t) for t in body.inputs)
+        read = tuple(map(layouts.around, region.inputs, bound))
+        given_back = tuple(layouts.inside(region.axes, t) for t in equation.outputs)
+        made = tuple(map(layouts.around, region.outputs, given_back))
+        for atom, layout in zip(equation.inputs, read, strict=True):
+            self._require(atom, layout, equation)
+        inside = _BlockScheduler(layouts, body, bound, given_back).run()
+        self.items.append(DraftRun(equation, self.block, read, made, (inside,)))
         self._define(equation, made)
 
 

@@ -98,8 +98,8 @@ class Layout:
 
     @staticmethod
     def from_spec(spec: PartitionSpec | None, rank: int) -> "Layout":
-        """The layout that a `PartitionSpec` (padded with None to `rank`) states."""
-        entries = tuple(spec or ())
+        """The layout that a `PartitionSpec` (padded with None to `rank`) states, open dims whole."""
+        entries = [None if e is PartitionSpec.UNCONSTRAINED else e for e in spec or ()]
         dims = tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
         return Layout(dims + ((),) * (rank - len(dims)))
 
@@ -156,6 +156,11 @@ class Layout:
         )
         partial = "".join(f" {op}@{axis}" for axis, op in self.partial)
         return f"[{entries}]{partial}"
+
+
+def open_dims(spec: PartitionSpec) -> tuple[int, ...]:
+    """The dims of which a spec says nothing: `PartitionSpec.UNCONSTRAINED`."""
+    return tuple(d for d, entry in enumerate(spec) if entry is PartitionSpec.UNCONSTRAINED)
 
 
 @cache

@@ -7,20 +7,13 @@ from pypto_spmd.collectives.rules import registered
 from pypto_spmd.collectives.rules.splice import splice_p
 
 BODY = "a call or a loop: the graph flattens it"
-COLLECTIVE = "a collective of a hand-written shard_map"
+COLLECTIVE = "a collective whose sizes are known only when it runs"
 MUTABLE = "reads or writes a mutable array"
 TOKEN = "an ordering token, no array"
 
 WITHOUT_RULE = {
     "after_all": TOKEN,
     "create_token": TOKEN,
-    "all_gather": COLLECTIVE,
-    "all_to_all": COLLECTIVE,
-    "axis_index": COLLECTIVE,
-    "pmax": COLLECTIVE,
-    "pmin": COLLECTIVE,
-    "ppermute": COLLECTIVE,
-    "psum": COLLECTIVE,
     "ragged_all_to_all": COLLECTIVE,
     "cond": BODY,
     "custom_jvp_call": BODY,
@@ -39,6 +32,7 @@ WITHOUT_RULE = {
 OF_SOME_VERSIONS = {"call": BODY, "closed_call": BODY, "eval_jaxpr": BODY}
 
 WITH_RULE_BUT_NOT_PUBLIC = {
+    "all_gather_invariant", "pbroadcast", "psum_invariant", "pvary", "reduce_scatter",
     "cholesky_update", "empty", "ffi_call", "geqp3", "geqrf", "log2", "lu_pivots_to_permutation", "mulhi",
     "one_minus_square", "optimization_barrier", "ormqr", "pallas_call", "polynomial",
     "ragged_dot_general", "random_clone", "random_unwrap", "random_wrap", "scatter-sub", "split", "stack",
