@@ -15,21 +15,20 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
-from pypto_spmd.arguments import IMPLICIT_STATIC, Arguments, Signature, Static, is_array, signed
+from pypto_spmd.arguments import Arguments, Signature, Static, is_array, signed
 from pypto_spmd.call import Call, CallLayouts, CallOptions, inlining_mesh, program_of
 from pypto_spmd.collectives.objective import OBJECTIVES
 from pypto_spmd.collectives.plan import CommPlan
 from pypto_spmd.collectives.planner import note_cheaper
 from pypto_spmd.collectives.reconcile import Reconciliation, reconcile
 from pypto_spmd.collectives.telling import tell
-from pypto_spmd.errors import Fault, listed, quoted, raise_faults, refuse, spmd_function
+from pypto_spmd.errors import Fault, listed, raise_faults, refuse, spmd_function
 from pypto_spmd.executable import Executable
+from pypto_spmd.given_layouts import GivenLayouts
 from pypto_spmd.mesh import DeviceMesh, Topology, current_mesh
 from pypto_spmd.mesh.topology import Link
 from pypto_spmd.numpy_body import numpy_body, uses_numpy
-from pypto_spmd.sharding.resolve import resolve
-from pypto_spmd.sharding.spec import AUTO, ShardingSpec
-from pypto_spmd.state import is_parameter, next_values, state_flags
+from pypto_spmd.state import next_values, state_flags
 from pypto_spmd.tracing import Traced, trace
 
 LOWER_TO = ("shard_map", "jit")
@@ -63,12 +62,17 @@ def spmd(
         in_shardings: how the arguments lie: a spec (ShardingSpec, PartitionSpec, NamedSharding, AUTO or
             None) for each, or a pytree prefix of it; in a list in the order of the signature without
             static arguments, in a dict by name, or one spec for all. The planner lays out what has none.
+            With `parameter_shardings`, a list with fewer entries than arguments is for those that are no
+            parameters or train state, in order, and the last of these may be left out.
         out_shardings: how the results lie, likewise. A result that is the next value of a state argument
             and has no spec lies as that argument does.
         mesh: the mesh; by default that of the enclosing `with mesh:`, or that of the specs.
         out_sharding: the same as `out_shardings`.
-        parameter_shardings: spec or pytree prefix of those arguments that are parameters or train state
-            and have no spec in `in_shardings`.
+        parameter_shardings: how parameters and the optimizer state that mirrors them lie, of arguments
+            that are models or train states and have no spec in `in_shardings`, and of such states that
+            the function makes: one spec, fitted to each array; rules, `[(pattern, spec), ...]`, the
+            first whose regular expression is found in the array's path (`state/params/dense/kernel`);
+            a function of path and array; a pytree prefix; a layout of `pypto_spmd.training`; or AUTO.
         parameter_argnames: arguments that are parameters, whatever their names and types are.
         static_argnums: places of arguments that are Python values, a program being made for each.
         static_argnames: names of the same.
@@ -115,19 +119,15 @@ def spmd(
             what, why = f"{option} is {value!r}.", f"It is one of {choices}."
             faults.append(Fault(what, why, f"use {option}={choices}."))
     raise_faults(subject, faults)
-    options = _Options(
-        used_mesh,
+    layouts = GivenLayouts(
         in_shardings,
         out_shardings if out_sharding is None else out_sharding,
         parameter_shardings,
         frozenset(
             [parameter_argnames] if isinstance(parameter_argnames, str) else parameter_argnames
         ),
-        objective,
-        lower_to,
-        strict,
-        topology,
     )
+    options = _Options(used_mesh, layouts, objective, lower_to, strict, topology)
 
     def decorate(function: Callable[..., Any]) -> SPMDFunction:
         if not callable(function):
@@ -168,10 +168,7 @@ class _Options:
     """The options of `spmd`, checked."""
 
     mesh: DeviceMesh | None
-    in_shardings: Any
-    out_shardings: Any
-    parameter_shardings: Any
-    parameter_argnames: frozenset[str]
+    layouts: GivenLayouts
     objective: str
     lower_to: str
     strict: bool
@@ -435,7 +432,8 @@ class SPMDFunction:
             tree, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in forms]
         )
         faults: list[Fault] = []
-        in_specs = self._in_specs(arguments, described, mesh, faults)
+        layouts = self._options.layouts
+        in_specs = layouts.of_arguments(arguments, described, self._signature.names, mesh, faults)
         try:
             traced = trace(function, arguments, forms, self.__name__, mesh)
         except Exception:
@@ -444,9 +442,7 @@ class SPMDFunction:
             raise
         *states, result = traced.result if arguments.modules else (traced.result,)
         out_specs: list[PartitionSpec | None] = [None] * len(jax.tree.leaves(states))
-        out_specs += resolve(
-            self._options.out_shardings, result, mesh, role="result", faults=faults
-        )
+        out_specs += layouts.of_result(result, mesh, faults)
         raise_faults(self._subject(), faults)
         leaves = jax.tree.leaves(arguments.values)
         in_specs = [
@@ -466,13 +462,25 @@ class SPMDFunction:
         tree: Any,
     ) -> Executable:
         is_state = state_flags(
-            arguments.names, described, traced.result, self._options.parameter_argnames
+            arguments.names, described, traced.result, self._options.layouts.parameter_argnames
         )
         next_of = next_values(described, is_state, traced.result)
         outputs = [
             in_specs[next_of[i]] if spec is None and i in next_of else spec
             for i, spec in enumerate(out_specs)
         ]
+        faults: list[Fault] = []
+        outputs = self._options.layouts.of_new_states(
+            arguments.names,
+            described,
+            in_specs,
+            traced.result,
+            outputs,
+            next_of,
+            options.mesh,
+            faults,
+        )
+        raise_faults(self._subject(), faults)
         leaf_is_state = [
             flag
             for flag, value in zip(is_state, described, strict=True)
@@ -496,76 +504,6 @@ class SPMDFunction:
             i for i, name in enumerate(arguments.names) if name in self._signature.donated
         )
         return Executable(call, captured, tree, jax.tree.structure(traced.result), donated)
-
-    def _in_specs(
-        self, arguments: Arguments, described: Sequence[Any], mesh: DeviceMesh, faults: list[Fault]
-    ) -> list[PartitionSpec | None]:
-        """A spec for each array, in the order of the program's arguments."""
-        order = arguments.order
-        names = [arguments.names[i] for i in order]
-        in_order = tuple(described[i] for i in order)
-        prefix = self._in_prefix(arguments, names, in_order, faults)
-        flat = iter(resolve(prefix, in_order, mesh, role="argument", names=names, faults=faults))
-        per_argument: dict[int, list[PartitionSpec | None]] = {}
-        for i, name in zip(order, names, strict=True):
-            specs = [next(flat) for _ in jax.tree.leaves(described[i])]
-            if self._options.parameter_shardings is not None and not any(specs):
-                specs = self._parameter_specs(name, arguments.values[i], described[i], mesh, faults)
-            per_argument[i] = specs
-        return [spec for i in range(len(described)) for spec in per_argument[i]]
-
-    def _in_prefix(
-        self, arguments: Arguments, names: Sequence[str], values: Sequence[Any], faults: list[Fault]
-    ) -> Any:
-        """in_shardings as the specs of the given arguments, in the order of the signature."""
-        prefix = self._options.in_shardings
-        static = {static.name for _, static in arguments.statics}
-        if isinstance(prefix, Mapping):
-            return self._prefix_by_name(prefix, names, values, static, faults)
-        is_sequence = isinstance(prefix, list | tuple) and not hasattr(prefix, "_fields")
-        if not is_sequence or isinstance(prefix, PartitionSpec) or not arguments.omitted:
-            return prefix
-        every = [n for n in self._signature.names if n in names or n in arguments.omitted]
-        if len(prefix) != len(every) or len(every) != len(names) + len(arguments.omitted):
-            return prefix
-        return [part for name, part in zip(every, prefix, strict=True) if name in names]
-
-    def _prefix_by_name(
-        self,
-        prefix: Mapping[str, Any],
-        names: Sequence[str],
-        values: Sequence[Any],
-        static: set[str],
-        faults: list[Fault],
-    ) -> Any:
-        """A dict of specs by argument; or, of a single argument that is a dict, for its entries."""
-        parameters = {*self._signature.names, *names}
-        if len(values) == 1 and isinstance(values[0], Mapping) and set(prefix) <= set(values[0]):
-            return [prefix]
-        if len(values) == 1 and not set(prefix) & parameters:
-            return [prefix]
-        for name in prefix:
-            if name not in parameters or name in static or name in IMPLICIT_STATIC:
-                kind = "a static argument" if name in static else "no argument"
-                given = listed([quoted(n) for n in names]) or "none"
-                what, why = (
-                    f"in_shardings has {name!r}, which is {kind}.",
-                    f"The arguments are: {given}.",
-                )
-                faults.append(Fault(what, why, "name arguments of the function, or give a list."))
-        return [prefix.get(name, AUTO) for name in names]
-
-    def _parameter_specs(
-        self, name: str, value: Any, described: Any, mesh: DeviceMesh, faults: list[Fault]
-    ) -> list[PartitionSpec | None]:
-        if name not in self._options.parameter_argnames and not is_parameter(name, value):
-            return [None] * len(jax.tree.leaves(described))
-        found: list[Fault] = []
-        prefix = [self._options.parameter_shardings]
-        specs = resolve(prefix, (described,), mesh, role="argument", names=[name], faults=found)
-        label = lambda text: text.replace("in_shardings[0]", "parameter_shardings")  # noqa: E731
-        faults.extend(Fault(label(f.what), label(f.why), label(f.fix)) for f in found)
-        return specs
 
 
 class BoundSPMDFunction:
@@ -612,13 +550,8 @@ def _default_mesh(options: _Options) -> DeviceMesh | None:
         return options.mesh
     if (entered := current_mesh()) is not None:
         return entered
-    given = (options.in_shardings, options.out_shardings, options.parameter_shardings)
-    for leaf in jax.tree.leaves(given, is_leaf=lambda x: isinstance(x, PartitionSpec)):
-        if isinstance(leaf, ShardingSpec):
-            return leaf.mesh
-        if isinstance(leaf, NamedSharding) and isinstance(leaf.mesh, Mesh):
-            return DeviceMesh.from_jax(leaf.mesh)
-    return None
+    mesh = options.layouts.mesh()
+    return DeviceMesh.from_jax(mesh) if isinstance(mesh, Mesh) else mesh
 
 
 def _committed_spec(array: Any, mesh: DeviceMesh) -> PartitionSpec | None:

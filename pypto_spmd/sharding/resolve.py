@@ -18,7 +18,7 @@ from pypto_spmd.sharding.spec import AUTO, ShardingSpec, mesh_faults, shape_faul
 
 Role = Literal["argument", "result"]
 _PREFIX_NAME = {"argument": "in_shardings", "result": "out_shardings"}
-_KINDS = "A ShardingSpec, PartitionSpec, NamedSharding, AUTO or None is wanted"
+KINDS = "A ShardingSpec, PartitionSpec, NamedSharding, AUTO or None is wanted"
 
 
 def resolve(
@@ -53,7 +53,7 @@ def resolve(
     if role == "result":
         return list(walk.match(prefix, tree, "result", label))
     names = tuple(names) if names is not None else tuple(f"args[{i}]" for i in range(len(tree)))
-    if _is_spec(prefix):
+    if is_spec(prefix):
         prefixes, labels = [prefix] * len(tree), [label] * len(tree)
     elif isinstance(prefix, list | tuple) and not hasattr(prefix, "_fields"):
         prefixes, labels = list(prefix), [f"{label}[{i}]" for i in range(len(prefix))]
@@ -84,10 +84,44 @@ def _argument_count_fault(
     return Fault(what, why, f"{fix}{wanted}.")
 
 
-def _is_spec(value: Any) -> bool:
+def is_spec(value: Any) -> bool:
+    """Whether a value is one spec, in any of the forms that a person may write."""
     return value is None or isinstance(
         value, ShardingSpec | PartitionSpec | NamedSharding | type(AUTO)
     )
+
+
+def spec_of(entry: Any, mesh: DeviceMesh, label: str, faults: list[Fault]) -> PartitionSpec | None:
+    """The PartitionSpec of one spec that a person wrote, if it is right on this mesh.
+
+    Args:
+        entry: the spec, of a kind that `is_spec` knows.
+        mesh: the mesh.
+        label: where it stands, for messages.
+        faults: what is wrong is added to this list.
+
+    Returns:
+        The spec; None where the planner is to choose, and where there is a fault.
+    """
+    if entry is None or entry is AUTO:
+        return None
+    spec = entry
+    if isinstance(entry, ShardingSpec):
+        spec, same = entry.partition_spec, entry.mesh.same_places(mesh)
+    elif isinstance(entry, NamedSharding):
+        spec, same = entry.spec, _is_of(entry.mesh, mesh)
+    else:
+        same = True
+    what = f"{label} is {spec_text(spec)}."
+    if not same:
+        other = " × ".join(f"{axis}={size}" for axis, size in entry.mesh.shape.items())
+        why = f"It is of another mesh ({other}) than the function's ({mesh})."
+        fix = "make the spec of the function's mesh, or pass a bare PartitionSpec."
+        faults.append(Fault(what, why, fix))
+        return None
+    found = mesh_faults(spec, mesh, what)
+    faults.extend(found)
+    return None if found else spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +143,7 @@ class _Walk:
             path: Where the node is, as the person would write it: ``params['dense']``.
             label: Where the prefix is: ``in_shardings[0]['dense']``.
         """
-        if _is_spec(prefix):
+        if is_spec(prefix):
             yield from self._spread(prefix, node, path, label)
             return
         pairs = self._children(prefix, node, path, label)
@@ -123,7 +157,7 @@ class _Walk:
         self, entry: Any, node: Any, path: str, label: str
     ) -> Iterator[PartitionSpec | None]:
         """One spec for every leaf of the node."""
-        spec = self._spec_of(entry, label)
+        spec = spec_of(entry, self.mesh, label, self.faults)
         for below, leaf in jax.tree_util.tree_leaves_with_path(node):
             if spec is None:
                 yield None
@@ -136,38 +170,16 @@ class _Walk:
     def _subject(self, path: str) -> str:
         return f"argument {quoted(path)}" if self.role == "argument" else path
 
-    def _spec_of(self, entry: Any, label: str) -> PartitionSpec | None:
-        """The PartitionSpec of an entry, if it is right on this mesh."""
-        if entry is None or entry is AUTO:
-            return None
-        spec = entry
-        if isinstance(entry, ShardingSpec):
-            spec, same = entry.partition_spec, entry.mesh.same_places(self.mesh)
-        elif isinstance(entry, NamedSharding):
-            spec, same = entry.spec, _is_of(entry.mesh, self.mesh)
-        else:
-            same = True
-        what = f"{label} is {spec_text(spec)}."
-        if not same:
-            other = " × ".join(f"{axis}={size}" for axis, size in entry.mesh.shape.items())
-            why = f"It is of another mesh ({other}) than the function's ({self.mesh})."
-            fix = "make the spec of the function's mesh, or pass a bare PartitionSpec."
-            self.faults.append(Fault(what, why, fix))
-            return None
-        found = mesh_faults(spec, self.mesh, what)
-        self.faults.extend(found)
-        return None if found else spec
-
     def _children(
         self, prefix: Any, node: Any, path: str, label: str
     ) -> list[tuple[Any, Any, str]] | None:
         """Prefix, node and path step of each child, or None after a fault."""
         if not _has_children(prefix):
-            what = f"{label} is {_short_repr(prefix)}."
+            what = f"{label} is {short_repr(prefix)}."
             fix = "write PartitionSpec('axis', ...) with one entry a dim, or AUTO."
             if isinstance(prefix, str):
                 fix = f"write PartitionSpec({prefix!r})."
-            self.faults.append(Fault(what, f"{_KINDS} there.", fix))
+            self.faults.append(Fault(what, f"{KINDS} there.", fix))
             return None
         if not _has_children(node):
             found = f"is the array {_shape_of(node)}" if hasattr(node, "shape") else "has no parts"
@@ -234,6 +246,7 @@ def _shape_of(leaf: Any) -> str:
     return shape_text(leaf.shape, leaf.dtype)
 
 
-def _short_repr(value: Any) -> str:
+def short_repr(value: Any) -> str:
+    """A value for messages: what it is if it is long."""
     text = repr(value)
     return text if len(text) <= 60 else f"a {type(value).__name__}"
