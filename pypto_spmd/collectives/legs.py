@@ -152,11 +152,11 @@ def _all_gather(leg: Leg, x: Any, sizes: AxisSizes, scope: Scope) -> Any:
 
 
 def _all_to_all(leg: Leg, x: Any, sizes: AxisSizes, scope: Scope) -> Any:
-    (axis,) = leg.axes
-    if sizes[axis] == 1:
+    axes = tuple(a for a in leg.axes if sizes[a] > 1)
+    if not axes:
         return x
     with scope:
-        return lax.all_to_all(x, axis, split_axis=leg.dims[0], concat_axis=leg.from_dim, tiled=True)
+        return lax.all_to_all(x, axes, split_axis=leg.dims[0], concat_axis=leg.from_dim, tiled=True)
 
 
 def _collective_permute(leg: Leg, x: Any, sizes: AxisSizes, scope: Scope) -> Any:

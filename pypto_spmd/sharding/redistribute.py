@@ -57,8 +57,8 @@ class Leg:
         source: layout before.
         target: layout after.
         dims: the dim of each axis of `axes` that is gathered, scattered to or sliced (several axes may go
-            to different dims in one collective); for AllToAll the one dim that becomes split.
-        from_dim: for AllToAll the dim that becomes whole over the axis.
+            to different dims in one collective); for AllToAll the one dim that becomes split over all of them.
+        from_dim: for AllToAll the dim that becomes whole over the axes.
         op: reduction of AllReduce, ReduceScatter and mask.
     """
 
@@ -207,13 +207,17 @@ def _legs_from(
             axes, dims = zip(*gathered, strict=True)
             yield Leg("all_gather", axes, layout, after, dims)
 
-    # AllToAll of the innermost axis of a dim to another dim.
+    # AllToAll of the innermost axes of a dim, one or several together, to another dim.
     for dim in split_dims:
-        inner = layout.dims[dim][-1]
-        for to_dim in useful:
-            if to_dim != dim and local[to_dim] % axis_sizes[inner] == 0:
-                after = _push(_drop(layout, inner), to_dim, inner)
-                yield Leg("all_to_all", (inner,), layout, after, (to_dim,), dim)
+        axes = layout.dims[dim]
+        for start, to_dim in itertools.product(range(len(axes)), useful):
+            moved = axes[start:]
+            if to_dim == dim or local[to_dim] % prod(axis_sizes[a] for a in moved):
+                continue
+            after = layout
+            for a in moved:
+                after = _push(_drop(after, a), to_dim, a)
+            yield Leg("all_to_all", moved, layout, after, (to_dim,), dim)
 
     for axis in sorted(relevant - used):
         for dim in useful:
