@@ -252,6 +252,27 @@ def test_sequence_parallel_transformer_layer(spmd_mesh, size, tokens):
     decorated.plan(shapes, tokens).assert_counts(all_gather=2, reduce_scatter=2)
 
 
+@pytest.mark.parametrize("layout", ["fully sharded", "data parallel"])
+def test_scanned_layers(spmd_mesh, size, examples, layout):
+    """A stack of layers is gathered, and its gradients scattered, one layer at a time."""
+
+    def loss(params, x, y):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["stack"])
+        return jnp.mean((x - y) ** 2)
+
+    shapes = {"stack": floats(6, size["width"], size["width"])}
+    specs = {"stack": P(None, "data") if layout == "fully sharded" else P()}
+    plan = plan_step(spmd_mesh, loss, specs, P("data"), shapes, examples, examples)
+    if layout == "data parallel":
+        plan.assert_counts(all_reduce=2)  # the loss, and all gradients once, after the loop
+        assert [step.repeat for step in plan.steps] == [1, 1]
+        return
+    plan.assert_counts(all_gather=2, reduce_scatter=1, all_reduce=1)
+    in_loop = [step for step in plan.steps if step.kind != "all_reduce"]
+    assert {step.repeat for step in in_loop} == {6}
+    assert {step.elements for step in in_loop} == {size["width"] ** 2}
+
+
 # Vocabularies ----------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,6 @@ from pypto_spmd.collectives.facts import NOTHING, EquationFacts, GraphFacts
 from pypto_spmd.collectives.graph import Atom, Constant, Equation, Graph
 from pypto_spmd.collectives.links import Link, predicates
 from pypto_spmd.collectives.min_marginals import min_marginals
-from pypto_spmd.collectives.network import MAX_ENTRIES
 from pypto_spmd.collectives.objective import (
     COLLECTIVE_COST,
     FREE,
@@ -106,19 +105,14 @@ class AxisProblem:
         self.choice_lists: dict[int, tuple[Choice, ...]] = {}
         self.domains: list[tuple[Option, ...]] = []
 
-    def solve(self, max_entries: int = MAX_ENTRIES) -> AxisLabels:
-        """The labels of least cost.
-
-        Args:
-            max_entries: the largest cost table to make; where more is needed, the labels are those of a
-                good solution, and `lower_bound` says how good.
-        """
+    def solve(self) -> AxisLabels:
+        """The labels of least cost."""
         self._prepare()
         self._build()
-        found = self._solve_once(max_entries)
+        found = self._solve_once()
         if self._widen(found):
             self._build()
-            found = self._solve_once(max_entries)
+            found = self._solve_once()
         return found
 
     def input_marginals(self, position: int, chosen: Label) -> dict[Label, float]:
@@ -188,9 +182,26 @@ class AxisProblem:
         hold, dims = self.objective.hold, self.facts.dims
         if hold == 1.0:
             return [FREE] * len(dims)
+        state_only = self._state_only()
+        found = self._holding(state_only)
+        # A stack of layers is gathered, and its gradients scattered, slice by slice inside the loop.
+        layers = {
+            dims[link.source][0]
+            for _, _, links in self.facts.loops
+            for link in links
+            if link.kind == "xs" and link.source in state_only
+        }
+        for tensor, classes in enumerate(dims):
+            if not layers.isdisjoint(classes):
+                m = found[tensor]
+                found[tensor] = mobility(m.gather, m.reduce, m.free_pairs, whole=hold)
+        return found
+
+    def _holding(self, state_only: frozenset[int]) -> list[Mobility]:
+        """What holds data still on an axis that splits data, and state on the others."""
+        hold, dims = self.objective.hold, self.facts.dims
         if not self.data:
             held = mobility(gather=hold)
-            state_only = self._state_only()
             return [held if t in state_only else FREE for t in range(len(dims))]
         experts = self.state & self.facts.batched
         made: dict[tuple[tuple[bool, bool], ...], Mobility] = {}
@@ -251,10 +262,13 @@ class AxisProblem:
         """Domains of all variables."""
         asked, constrained = self.asked, self.constraints
         closure = self.objective.closure
+        constants = self.facts.constants
+        whole_equations = self.inside.equations | constants.equations
+        whole_tensors = self.inside.tensors | constants.tensors
         for index, known in self.facts.equations.items():
             rule = known.equation.rule
             theirs = tuple(labels.choices[index] for labels in self.others)
-            if index in self.inside.equations:
+            if index in whole_equations:
                 self.choice_lists[index] = _whole(rule, theirs, self.other_sizes, self.size)
                 continue
             mask = tuple(
@@ -268,7 +282,7 @@ class AxisProblem:
         ops = self._partial_ops()
         self.domains = []
         for tensor, classes in enumerate(self.facts.dims):
-            if tensor in self.inside.tensors:
+            if tensor in whole_tensors:
                 self.domains.append(((R,),))
                 continue
             mask = tuple(not closure or c in asked for c in classes)
@@ -456,9 +470,9 @@ class AxisProblem:
 
     # The solution ------------------------------------------------------------------------------
 
-    def _solve_once(self, max_entries: int = MAX_ENTRIES) -> AxisLabels:
+    def _solve_once(self) -> AxisLabels:
         problem = Problem(tuple(self.sizes), tuple(self.tables))
-        solution = solve(problem, max_entries=max_entries, negligible=COLLECTIVE_COST / 2)
+        solution = solve(problem, negligible=COLLECTIVE_COST / 2)
         result = AxisLabels(cost=solution.cost, lower_bound=solution.lower_bound)
         picked = solution.labels
         result.stored = [domain[picked[tensor]] for tensor, domain in enumerate(self.domains)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 
 from pypto_spmd.collectives.classes import DimClasses, dim_classes, factor_dims
-from pypto_spmd.collectives.graph import Block, Equation, Graph, blocks_of
+from pypto_spmd.collectives.graph import Block, Constant, Equation, Graph, blocks_of
 from pypto_spmd.collectives.links import Link, links_of
 
 
@@ -33,7 +33,7 @@ class EquationFacts:
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """What is inside the regions on one mesh axis, and so local there: whole, and nobody's to plan.
+    """What is whole on a mesh axis, and nobody's to plan, being inside a region on it for instance.
 
     Args:
         tensors: numbers of the tensors.
@@ -81,6 +81,7 @@ class GraphFacts:
         batched: classes of the dims over which matrix work is batched: with weights of their own for each
             index, what experts are.
         inside: for each mesh axis what is inside a region on it.
+        constants: what is made of constants alone, without random numbers.
     """
 
     graph: Graph
@@ -92,6 +93,7 @@ class GraphFacts:
     order: tuple[tuple[Equation, Block], ...]
     batched: frozenset[int]
     inside: Mapping[str, Inside]
+    constants: Inside
 
 
 def read_graph(graph: Graph, *, inner: bool = False) -> GraphFacts:
@@ -116,8 +118,27 @@ def read_graph(graph: Graph, *, inner: bool = False) -> GraphFacts:
         )
     batched = frozenset(c for known in equations.values() for c in _batch_classes(known))
     sizes = tuple(prod(aval.shape) * aval.itemsize for aval in graph.avals)
-    inside = inside_regions(graph)
-    return GraphFacts(graph, classes, dims, sizes, equations, tuple(loops), order, batched, inside)
+    return GraphFacts(
+        graph, classes, dims, sizes, equations, tuple(loops), order, batched, inside_regions(graph),
+        made_of_constants(graph),
+    )  # fmt: skip
+
+
+def made_of_constants(graph: Graph) -> Inside:
+    """What every device can make whole for itself, and XLA folds: no collective may move it.
+
+    Random numbers are not among it: they cost time, and each device makes its own part of them.
+    """
+    tensors: set[int] = set()
+    equations: set[int] = set()
+    for equation, _ in graph.equations():
+        known = all(isinstance(a, Constant) or a in tensors for a in equation.inputs)
+        if equation.rule is None or not known or equation.constraint is not None:
+            continue
+        if not equation.name.startswith(("random", "threefry", "rng")):
+            equations.add(equation.index)
+            tensors.update(equation.outputs)
+    return Inside(frozenset(tensors), frozenset(equations))
 
 
 def _batch_classes(known: EquationFacts):

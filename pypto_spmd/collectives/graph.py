@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
@@ -24,7 +25,6 @@ from pypto_spmd.collectives.region import Region
 from pypto_spmd.collectives.rules import Aval, Rule, factor_rule, rule_for
 from pypto_spmd.collectives.rules.user_rule import Misfit
 from pypto_spmd.collectives.source import Source
-from pypto_spmd.errors import refuse
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,6 +209,7 @@ class _Place:
 @dataclass(slots=True)
 class _Builder:
     avals: list[Aval] = field(default_factory=list)
+    reshaped: dict[int, int] = field(default_factory=dict)
     count: int = 0
 
     def new(self, aval: Aval) -> int:
@@ -238,6 +239,8 @@ class _Builder:
                 results = self.linear_solve(eqn, inputs, inner, equations)
             elif eqn.primitive.name in _INLINED:
                 results = self.inline(eqn, inputs, inner, equations)
+            elif eqn.primitive.name == "scan" and eqn.params["length"] == 0:
+                results = _no_trips(eqn, inputs)
             elif eqn.primitive.name in ("scan", "while", "cond", "shard_map"):
                 equation = self.loop(eqn, inputs, inner)
                 equations.append(equation)
@@ -355,8 +358,7 @@ class _Builder:
             rule = rule_for(eqn.primitive.name, eqn.params, ins, outs)
         except Misfit as misfit:
             where = f" at {place.source}" if str(place.source) else ""
-            raise_faults(f"{eqn.primitive.name!r}{where}", [misfit.fault])
-            raise
+            misfit.refuse(f"{eqn.primitive.name!r}{where}")
         results = tuple(self.new(a) for a in outs)
         equations.append(
             Equation(
@@ -372,6 +374,8 @@ class _Builder:
         )
         if key is not None:
             place.seen[key] = results
+        if eqn.primitive.name == "reshape" and isinstance(inputs[0], int):
+            self.reshaped[results[0]] = self.reshaped.get(inputs[0], inputs[0])
         return results
 
     def split(
@@ -406,7 +410,7 @@ class _Builder:
         region = None
         if eqn.primitive.name == "scan":
             body = self.body(eqn.params["jaxpr"], place)
-            counts = _scan_counts(eqn, body)
+            counts = _scan_counts(eqn)
             bodies: tuple[Block, ...] = (body,)
         elif eqn.primitive.name == "while":
             bodies = (
@@ -500,7 +504,15 @@ def equation_key(name: str, params: Mapping[str, Any], inputs: tuple[Atom, ...])
     return key
 
 
-def _scan_counts(eqn: JaxprEqn, body: Block) -> tuple[int, int, int]:
+def _no_trips(eqn: JaxprEqn, inputs: tuple[Atom, ...]) -> tuple[Atom, ...]:
+    """The results of a scan of length 0: what was carried in, and empty stacks."""
+    consts, carry, _ = _scan_counts(eqn)
+    stacks = [aval_of(v) for v in eqn.outvars[carry:]]
+    empty = [Constant(jnp.zeros(aval.shape, aval.dtype), aval) for aval in stacks]
+    return (*inputs[consts : consts + carry], *empty)
+
+
+def _scan_counts(eqn: JaxprEqn) -> tuple[int, int, int]:
     """How many operands of a scan are consts, carry and xs, told by rank: only xs and ys gain a dim."""
     jaxpr, _ = _open(eqn.params["jaxpr"])
     rank = lambda v: len(getattr(v.aval, "shape", ()))  # noqa: E731

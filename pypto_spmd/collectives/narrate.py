@@ -10,6 +10,7 @@ from pypto_spmd.collectives.assemble import Layouts
 from pypto_spmd.collectives.drafts import DraftConvert
 from pypto_spmd.collectives.graph import Equation, Graph
 from pypto_spmd.collectives.links import links_of
+from pypto_spmd.collectives.sub_axes import Parts, join
 
 _RENAMED = frozenset(
     {
@@ -31,9 +32,11 @@ class Narrator:
     """Finds names and reasons in one program."""
 
     layouts: Layouts
+    parts: Parts = field(default_factory=dict)
     producers: dict[int, Equation] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     slices: set[int] = field(default_factory=set)
+    bound: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         graph = self.layouts.request.graph
@@ -45,6 +48,8 @@ class Narrator:
             for link in links_of(equation, 1.0) if equation.bodies else ():
                 if link.kind == "xs":
                     self.slices.add(link.target)
+                elif isinstance(link.source, int):
+                    self.bound.setdefault(link.target, []).append(link.source)
                 # Inside a loop an operand keeps its name; of a stack it is one slice.
                 if isinstance(link.source, int) and link.source in self.names:
                     slice_of = "[i]" if link.kind == "xs" else ""
@@ -107,7 +112,7 @@ class Narrator:
     def reason(self, draft: DraftConvert) -> str:
         """Why a conversion is needed."""
         leg = draft.leg
-        axes = " and ".join(repr(a) for a in leg.axes)
+        axes = " and ".join(repr(a) for a in join(leg.axes, self.parts))
         reader = (
             f"{draft.reader.name} needs"
             if draft.reader is not None
@@ -132,7 +137,7 @@ class Narrator:
         return f"{reader} blocks laid out as {leg.target} where they lie as {leg.source}"
 
     def _partial_reason(self, tensor: int, axes: tuple[str, ...], op: str) -> str:
-        names = " and ".join(repr(a) for a in axes)
+        names = " and ".join(repr(a) for a in join(axes, self.parts))
         origin = self._origin(tensor, axes[0])
         held = f"so each device holds a partial {op}"
         if origin is None and self._slice_origin(tensor, axes[0]):
@@ -170,24 +175,32 @@ class Narrator:
 
     def _partial_root(self, tensor: int, axis: str) -> int:
         """The tensor that was first partial over `axis`, of those that `tensor` is linear in."""
-        for _ in range(10_000):
-            producer = self.producers.get(tensor)
+        waiting, seen, root = [tensor], set(), tensor
+        while waiting:
+            current = waiting.pop()
+            if current in seen:
+                continue
+            seen.add(current)
+            outside = self.bound.get(current, ())
+            waiting += outside
+            if outside or current in self.slices:
+                root = current if current in self.slices else root
+                continue
+            producer = self.producers.get(current)
             if producer is None or producer.rule is None:
-                return tensor
+                continue
             choice = self.layouts.choice(producer, axis)
             if choice.factor >= 0:
-                return tensor
-            partial = [
+                return current
+            # Of several partial operands, those that were made partial, not masked to be.
+            waiting += [
                 a
                 for a, label in zip(producer.inputs, choice.operands, strict=True)
-                if label.kind == "P" and isinstance(a, int)
+                if isinstance(a, int)
+                and label.kind == "P"
+                and self.layouts.stored(a).label(axis).kind == "P"
             ]
-            if not partial:
-                return tensor
-            # Of several partial operands, the one that was made partial, not masked to be.
-            made = [t for t in partial if self.layouts.stored(t).label(axis).kind == "P"]
-            tensor = (made or partial)[0]
-        return tensor
+        return root
 
 
 def _layer(scope: str) -> str:

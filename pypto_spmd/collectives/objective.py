@@ -65,19 +65,24 @@ class Mobility:
         gather: AllGather and AllToAll.
         reduce: AllReduce and ReduceScatter.
         free_pairs: (from dim, to dim) of AllToAlls that cost their bytes once (token to expert dims).
+        whole: AllGather and ReduceScatter, on top: of a stack of layers, which a loop moves slice by slice.
     """
 
     gather: float = 1.0
     reduce: float = 1.0
     free_pairs: tuple[tuple[int, int], ...] = ()
+    whole: float = 1.0
 
 
 @cache
 def mobility(
-    gather: float = 1.0, reduce: float = 1.0, free_pairs: tuple[tuple[int, int], ...] = ()
+    gather: float = 1.0,
+    reduce: float = 1.0,
+    free_pairs: tuple[tuple[int, int], ...] = (),
+    whole: float = 1.0,
 ) -> Mobility:
     """The one `Mobility` with these weights."""
-    return Mobility(gather, reduce, free_pairs)
+    return Mobility(gather, reduce, free_pairs, whole)
 
 
 FREE = mobility()
@@ -101,13 +106,16 @@ def move_cost(
     if source.kind == "R":
         return 0.0
     if source.kind == "P":
-        scatter = target.kind == "S" and source.op == "sum"
-        kind = "reduce_scatter" if scatter else "all_reduce"
-        return wire_bytes(kind, size, axis_size) * mobility.reduce + COLLECTIVE_COST
+        if target.kind == "S" and source.op == "sum":
+            sent = wire_bytes("reduce_scatter", size, axis_size) * mobility.whole
+        else:
+            sent = wire_bytes("all_reduce", size, axis_size)
+        return sent * mobility.reduce + COLLECTIVE_COST
     if target.kind == "S":
         held = 1.0 if (source.dim, target.dim) in mobility.free_pairs else mobility.gather
         return wire_bytes("all_to_all", size, axis_size) * held + COLLECTIVE_COST
-    return wire_bytes("all_gather", size, axis_size) * mobility.gather + COLLECTIVE_COST
+    held = mobility.gather * mobility.whole
+    return wire_bytes("all_gather", size, axis_size) * held + COLLECTIVE_COST
 
 
 @lru_cache(maxsize=100_000)

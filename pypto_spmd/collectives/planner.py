@@ -239,7 +239,7 @@ class _Numbering:
         self.mesh = mesh
         self.parts = parts
         self.axis_sizes = layouts.request.axis_sizes
-        self.narrator = Narrator(layouts)
+        self.narrator = Narrator(layouts, parts)
         self.steps: list[CommStep] = []
         self.originals = originals(layouts.request.graph)
         self.first: dict[Hashable, int] = {}
