@@ -5,6 +5,7 @@ from pypto_spmd.collectives.rules import register_rule
 from pypto_spmd.errors import ShardingError
 from pypto_spmd.mesh import DeviceMesh
 from pypto_spmd.sharding import AUTO, PartitionSpec, ShardingSpec
+from pypto_spmd.show import show_shardings
 from pypto_spmd.spmd import SPMDFunction, spmd
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "ShardingError",
     "ShardingSpec",
     "register_rule",
+    "show_shardings",
     "spmd",
 ]

@@ -36,12 +36,7 @@ class GivenLayouts:
 
     def mesh(self) -> DeviceMesh | Mesh | None:
         """The mesh of the first spec that has one."""
-        given = (self.in_shardings, self.out_shardings, self.parameter_shardings)
-        for leaf in jax.tree.leaves(given, is_leaf=lambda x: isinstance(x, PartitionSpec)):
-            mesh = leaf.mesh if isinstance(leaf, ShardingSpec | NamedSharding) else None
-            if isinstance(mesh, DeviceMesh | Mesh):
-                return mesh
-        return None
+        return mesh_of((self.in_shardings, self.out_shardings, self.parameter_shardings))
 
     def of_arguments(
         self,
@@ -209,6 +204,15 @@ class GivenLayouts:
                 )
                 faults.append(Fault(what, why, "name arguments of the function, or give a list."))
         return [self._entry(prefix, n, v) for n, v in zip(names, values, strict=True)]
+
+
+def mesh_of(shardings: Any) -> DeviceMesh | Mesh | None:
+    """The mesh of the first spec in a pytree of specs that has one."""
+    for leaf in jax.tree.leaves(shardings, is_leaf=lambda x: isinstance(x, PartitionSpec)):
+        mesh = leaf.mesh if isinstance(leaf, ShardingSpec | NamedSharding) else None
+        if isinstance(mesh, DeviceMesh | Mesh):
+            return mesh
+    return None
 
 
 def _is_list(prefix: Any) -> bool:
