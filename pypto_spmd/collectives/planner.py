@@ -209,8 +209,9 @@ _CALLS_BY_NAME = {"ffi_call": "ffi_target", "pallas_call": "pallas_kernel"}
 
 def _missing_fault(what: str, place: str) -> Fault:
     name, _, called = what.partition(" ")
-    option = f"{_CALLS_BY_NAME[name]}={called}" if called else f"primitive={name!r}"
-    subject = what if called else f"primitive {name!r}"
+    option, subject = f"primitive={what!r}", f"primitive {what!r}"
+    if name in _CALLS_BY_NAME:
+        option, subject = f"{_CALLS_BY_NAME[name]}={called}", what
     return Fault(
         f"{subject}{' at ' + place if place else ''} has no rule.",
         "Without one its operands are gathered and it runs whole, which strict=True forbids.",

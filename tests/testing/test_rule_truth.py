@@ -35,8 +35,8 @@ def test_a_wrong_linear_group(use_rule):
     report = check_rule(lax.sin, X, mesh_shapes=((2,),))
     (wrong,) = report.wrong
     assert wrong.startswith(
-        "sin(float32[4, 8]) -> float32[4, 8] by rule 'i j -> i j', [-, -] sum@x -> [-, -] sum@x on 2: "
-        "result 0 is wrong on device (0,): 32 of 32 elements differ, at (0, 0) "
+        "sin(f32[4,8]) -> f32[4,8] by the rule 'i j -> i j', with operand 0 partial (sum) over 'x' on 2 "
+        "devices: result 0 is wrong on device (0,): 32 of 32 elements differ, at (0, 0) "
     )
 
 
@@ -44,7 +44,13 @@ def test_a_wrong_correspondence_of_dims(use_rule):
     use_rule("rev", "i j -> i j")  # a reversed dim that is split needs another shard
     report = check_rule(lambda a: lax.rev(a, (0,)), X, mesh_shapes=((2,),))
     (wrong,) = report.wrong
-    assert "[x, -] -> [x, -] on 2: result 0 is wrong on device (0,): 16 of 16 elements" in wrong
+    assert "with factor 'i' split over 'x' on 2 devices: result 0 is wrong on device (0,): 16 of 16" in wrong
+    advice = "keep 'i' whole, whole='i', or say how the parts combine, reduce={'i': ...}."
+    assert report.advice == (advice,)
+    assert str(report).splitlines()[1:] == [f"  wrong: {wrong}", f"  Fix: {advice}"]
+    with pytest.raises(AssertionError) as raised:
+        report.check()
+    assert str(raised.value) == str(report)
 
 
 def test_a_bind_that_fails(use_rule):
@@ -54,7 +60,7 @@ def test_a_bind_that_fails(use_rule):
     use_rule("sin", "_ _ -> _ _", bind=bind)
     report = check_rule(lax.sin, X, mesh_shapes=((2,),))
     assert report.wrong == (
-        "sin(float32[4, 8]) -> float32[4, 8] by rule '_ _ -> _ _', [-, -] -> [-, -] on 2: KeyError: 'axis'",
+        "sin(f32[4,8]) -> f32[4,8] by the rule '_ _ -> _ _', with all whole on 2 devices: KeyError: 'axis'",
     )
 
 
@@ -62,7 +68,7 @@ def test_a_result_of_the_wrong_shape(use_rule):
     use_rule("sin", "i j -> i _", reduce={"j": "sum"})
     (wrong,) = check_rule(lax.sin, X, mesh_shapes=((2,),)).wrong
     assert wrong.endswith(
-        "[-, x] -> [-, -] sum@x on 2: ValueError: bind gave float32[4, 4] for result 0, not float32[4, 8]"
+        "with factor 'j' split over 'x' on 2 devices: ValueError: bind gave float32[4, 4] for result 0, not float32[4, 8]"
     )
 
 
@@ -72,8 +78,8 @@ def test_a_rule_that_does_not_fit_the_shapes(monkeypatch):
     monkeypatch.setitem(registry._RULES, "sin", lambda params, ins, outs: made)
     report = check_rule(lax.sin, X, mesh_shapes=())
     assert report.wrong == (
-        "sin(float32[4, 8]) -> float32[4, 8] by rule 'i -> i': operand 0 has sizes [4] by the rule",
-        "sin(float32[4, 8]) -> float32[4, 8] by rule 'i -> i': result 0 has sizes [4] by the rule",
+        "sin(f32[4,8]) -> f32[4,8] by the rule 'i -> i': operand 0 has sizes [4] by the rule",
+        "sin(f32[4,8]) -> f32[4,8] by the rule 'i -> i': result 0 has sizes [4] by the rule",
     )
 
 
@@ -92,7 +98,7 @@ def test_the_collectives_are_those_of_the_rule(use_rule, elements, problem):
     exchange = Exchange("all_reduce", (), elements, 4, reduce_op="sum")
     use_rule("reduce_sum", "i _ -> _", exchanges={"i": [exchange]}, bind=bind)
     report = check_rule(lambda a: a.sum(0), X, mesh_shapes=((2,),))
-    assert [w.split(" on 2: ")[1] for w in report.wrong] == ([problem] if problem else [])
+    assert [w.split(" on 2 devices: ")[1] for w in report.wrong] == ([problem] if problem else [])
 
 
 def test_collectives_that_the_rule_does_not_state(use_rule):
@@ -103,7 +109,7 @@ def test_collectives_that_the_rule_does_not_state(use_rule):
     exchange = Exchange("all_reduce", (), 8, 4, reduce_op="sum")
     use_rule("reduce_sum", "i _ -> _", exchanges={"i": [exchange]}, bind=bind)
     report = check_rule(lambda a: a.sum(0), X, mesh_shapes=((2,),))
-    assert [w.split(" on 2: ")[1] for w in report.wrong] == [
+    assert [w.split(" on 2 devices: ")[1] for w in report.wrong] == [
         "('all_reduce', ('x',), 8) is no exchange of the rule",
         "('all_reduce', ('x',), 8) is stated and never runs",
     ]
@@ -112,11 +118,14 @@ def test_collectives_that_the_rule_does_not_state(use_rule):
 def test_labellings_that_are_missing(use_rule):
     use_rule("neg", "i _ -> i _")
     report = check_rule(lax.neg, X, mesh_shapes=(), incomplete=True)
-    about = "neg(float32[4, 8]) -> float32[4, 8] by rule 'i _ -> i _': "
+    about = "neg(f32[4,8]) -> f32[4,8] by the rule 'i _ -> i _': "
     assert report.incomplete == (
-        about + "S(1) -> S(1) would be right",
-        about + "P(sum) -> P(sum) would be right",
+        about + "operand 0 split along dim 1 would give result 0 split along dim 1",
+        about + "operand 0 as a partial sum would give result 0 as a partial sum",
     )
+    report.check()
+    with pytest.raises(AssertionError, match="0 wrong"):
+        report.check(complete=True)
 
 
 def test_a_primitive_without_a_rule(monkeypatch):

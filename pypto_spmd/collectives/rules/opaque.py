@@ -196,7 +196,8 @@ def _rule(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ..
 
 
 @cache
-def _primitive(name: str) -> Primitive:
+def primitive_named(name: str) -> Primitive:
+    """The primitive of calls of functions with this name."""
     while has_rule(name):
         name += "_"  # the user's `sort` is not JAX's
     primitive = Primitive(name)
@@ -222,7 +223,7 @@ def _jvp(
         for t, aval in zip(tangents, call.ins, strict=True)
     )
     inexact = tuple(bool(jnp.issubdtype(aval.dtype, jnp.inexact)) for aval in call.outs)
-    results = _primitive(name).bind(*primals, call=call)
+    results = primitive_named(name).bind(*primals, call=call)
     moved: list[Any] = []
     if any(moving) and any(inexact):
         made = _Tangents(
@@ -233,7 +234,7 @@ def _jvp(
             moving,
             inexact,
         )
-        along = _primitive(f"{name.removesuffix(_TANGENTS)}{_TANGENTS}")
+        along = primitive_named(f"{name.removesuffix(_TANGENTS)}{_TANGENTS}")
         moved = along.bind(*primals, *_where(moving, tangents), call=made)
     given = iter(moved)
     return results, [
@@ -258,7 +259,7 @@ def _transpose(name: str, cotangents: Arrays, *operands: Any, call: OpaqueCall) 
         call.moving,
         call.inexact,
     )
-    back = _primitive(f"{name.removesuffix(_TANGENTS)}{_BACKWARD}")
+    back = primitive_named(f"{name.removesuffix(_TANGENTS)}{_BACKWARD}")
     results = back.bind(*primals, *given, call=made)
     return [None] * count + [
         r if ad.is_undefined_primal(o) else None
@@ -408,7 +409,7 @@ class OpaqueFunction:
         ins = tuple(ShapedArray(a.shape, a.dtype, weak_type=a.weak_type) for a in avals)
         outs = tuple(ShapedArray(a.shape, a.dtype, weak_type=a.weak_type) for a in traced.out_avals)
         call = _Function(self._rule, ins, outs, function, tree, statics)
-        results = _primitive(self._name).bind(*arrays, call=call)
+        results = primitive_named(self._name).bind(*arrays, call=call)
         return jax.tree.unflatten(result_tree[-1], results)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:

@@ -11,14 +11,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from pypto_spmd.collectives.rules.context import Context
 from pypto_spmd.collectives.rules.factor import Bind, Dims, Factor, Linear, Rule
 from pypto_spmd.collectives.rules.registry import Aval
-from pypto_spmd.errors import Fault, count_of, listed, quoted, raise_faults, shape_text
+from pypto_spmd.errors import Fault, count_of, listed, quoted, raise_faults, refuse, shape_text
 from pypto_spmd.sharding.layout import REDUCTIONS
 
 ELLIPSIS = "..."
@@ -39,6 +39,10 @@ class Misfit(ValueError):
     def __init__(self, fault: Fault) -> None:
         super().__init__(" ".join(fault.lines()))
         self.fault = fault
+
+    def refuse(self, subject: str) -> NoReturn:
+        """Raises the error that a user sees, about `subject`."""
+        refuse(subject, self.fault.what, self.fault.why, self.fault.fix)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
