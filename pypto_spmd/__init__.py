@@ -2,7 +2,9 @@
 
 from pypto_spmd.collectives.plan import CommPlan, CommStep
 from pypto_spmd.collectives.rules import register_rule
+from pypto_spmd.constrain import constrain
 from pypto_spmd.errors import ShardingError
+from pypto_spmd.local import local
 from pypto_spmd.mesh import DeviceMesh
 from pypto_spmd.sharding import AUTO, PartitionSpec, ShardingSpec
 from pypto_spmd.show import show_shardings
@@ -17,6 +19,9 @@ __all__ = [
     "SPMDFunction",
     "ShardingError",
     "ShardingSpec",
+    "collectives",
+    "constrain",
+    "local",
     "register_rule",
     "show_shardings",
     "spmd",

@@ -16,6 +16,7 @@ from pypto_spmd.collectives.drafts import DraftBlock, DraftConvert, DraftRun
 from pypto_spmd.collectives.explore import explorer
 from pypto_spmd.collectives.facts import read_graph
 from pypto_spmd.collectives.graph import Graph
+from pypto_spmd.collectives.hand_faults import hand_faults
 from pypto_spmd.collectives.inference import infer
 from pypto_spmd.collectives.narrate import Narrator
 from pypto_spmd.collectives.objective import OBJECTIVES
@@ -25,7 +26,15 @@ from pypto_spmd.collectives.recomputation import originals
 from pypto_spmd.collectives.rules import Aval, Exchange
 from pypto_spmd.collectives.rules.registry import NO_RULE
 from pypto_spmd.collectives.schedule import schedule
-from pypto_spmd.collectives.sub_axes import Parts, coarsened, cut, join, joined, needed_parts
+from pypto_spmd.collectives.sub_axes import (
+    Parts,
+    coarsened,
+    cut,
+    cut_graph,
+    join,
+    joined,
+    needed_parts,
+)
 from pypto_spmd.errors import Fault, raise_faults, spmd_function
 from pypto_spmd.mesh import DeviceMesh
 from pypto_spmd.mesh.topology import seconds, slowest_first
@@ -62,7 +71,8 @@ def make_program(
         result_names: names of the flat results, for the plan.
 
     Raises:
-        ShardingError: under `strict`, for a primitive without a rule.
+        ShardingError: for what is written by hand and can't be planned; under `strict`, for a primitive
+            without a rule.
     """
     with _uncollected():
         return _make_program(
@@ -95,8 +105,10 @@ def _make_program(
     result_names: Sequence[str],
 ) -> Program:
     missing = _without_rule(graph)
+    faults = hand_faults(graph, mesh)
     if strict:
-        raise_faults(spmd_function(function_name), [_missing_fault(n, s) for n, s in missing])
+        faults += [_missing_fault(n, s) for n, s in missing]
+    raise_faults(spmd_function(function_name), faults)
     facts = read_graph(graph)
     given = _layouts(inputs, [graph.avals[t] for t in graph.block.inputs], mesh)
     wanted = _layouts(outputs, [graph.aval(a) for a in graph.block.outputs], mesh)
@@ -107,6 +119,7 @@ def _make_program(
     parts = needed_parts(facts, mesh, ends)
     fine_mesh = mesh
     if parts:
+        graph = cut_graph(graph, parts)
         fine_mesh, facts = mesh.refined(parts), read_graph(graph, inner=True)
     request = Request(
         graph,

@@ -10,8 +10,13 @@ Invariant: a sub-axis is called after its axis, `model.0` being the outer part o
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from pypto_spmd.collectives.facts import EquationFacts, GraphFacts
+from jax.sharding import PartitionSpec
+
+from pypto_spmd.collectives.by_hand import axes_of, names_axes, with_axes
+from pypto_spmd.collectives.facts import NOTHING, EquationFacts, GraphFacts
+from pypto_spmd.collectives.graph import Block, Equation, Graph
 from pypto_spmd.mesh import DeviceMesh
 from pypto_spmd.sharding.layout import Layout
 
@@ -30,16 +35,18 @@ def needed_parts(
         ends: its arguments and results (tensors or constants) with their given layouts.
     """
     asked: dict[str, set[int]] = {axis: set() for axis in mesh.axis_names}
-    for atom, layout in ends:
+    for atom, layout in (*ends, *_ends_within(facts)):
         if layout is None or not isinstance(atom, int):
             continue
         for dim, axes in enumerate(layout.dims):
             for axis in axes:
                 asked[axis].add(facts.dims[atom][dim])
     found: dict[str, tuple[int, ...]] = {}
-    for known in facts.equations.values():
+    for index, known in facts.equations.items():
         for first, rest, classes in _leading_factors(known):
             for axis, size in mesh.shape.items():
+                if index in facts.inside.get(axis, NOTHING).equations:
+                    continue
                 # The first factor takes part of the axis, those behind it the remainder.
                 outer = first
                 if not 1 < outer < size or size % outer or rest % (size // outer):
@@ -47,6 +54,18 @@ def needed_parts(
                 if asked[axis] & classes:
                     found.setdefault(axis, (outer, size // outer))
     return found
+
+
+def _ends_within(facts: GraphFacts) -> Iterable[tuple[object, Layout | None]]:
+    """What constraints ask for, and how regions' operands and results lie."""
+    for known in facts.equations.values():
+        equation = known.equation
+        if equation.constraint is not None:
+            (output,) = equation.outputs
+            yield output, Layout.from_spec(equation.constraint, len(facts.dims[output]))
+    for _, _, links in facts.loops:
+        for link in links:
+            yield (link.target if link.inside else link.source), link.given
 
 
 def _leading_factors(known: EquationFacts) -> Iterable[tuple[int, int, set[int]]]:
@@ -65,9 +84,42 @@ def cut(layout: Layout | None, parts: Parts) -> Layout | None:
     """A layout of the given mesh, told in sub-axes."""
     if layout is None:
         return None
-    names = {axis: sub_axes(axis, sizes) for axis, sizes in parts.items()}
-    dims = tuple(tuple(n for a in axes for n in names.get(a, (a,))) for axes in layout.dims)
-    return replace(layout, dims=dims)
+    return replace(layout, dims=tuple(_cut_axes(axes, parts) for axes in layout.dims))
+
+
+def cut_graph(graph: Graph, parts: Parts) -> Graph:
+    """The graph with what it says itself of the mesh told in sub-axes: constraints and regions."""
+    return replace(graph, block=_cut_block(graph.block, parts))
+
+
+def _cut_block(block: Block, parts: Parts) -> Block:
+    return replace(block, equations=tuple(_cut_equation(e, parts) for e in block.equations))
+
+
+def _cut_equation(equation: Equation, parts: Parts) -> Equation:
+    bodies = tuple(_cut_block(body, parts) for body in equation.bodies)
+    params, constraint, region = equation.params, equation.constraint, equation.region
+    if names_axes(equation.name):
+        params = with_axes(params, _cut_axes(axes_of(params), parts))
+    if constraint is not None:
+        constraint = PartitionSpec(*(_cut_entry(entry, parts) for entry in constraint))
+    if region is not None:
+        layouts = lambda found: tuple(cut(layout, parts) for layout in found)  # noqa: E731
+        axes = _cut_axes(region.axes, parts)
+        region = replace(
+            region, axes=axes, inputs=layouts(region.inputs), outputs=layouts(region.outputs)
+        )
+    return replace(equation, bodies=bodies, params=params, constraint=constraint, region=region)
+
+
+def _cut_entry(entry: Any, parts: Parts) -> Any:
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return entry
+    return _cut_axes((entry,) if isinstance(entry, str) else entry, parts)
+
+
+def _cut_axes(axes: Sequence[str], parts: Parts) -> tuple[str, ...]:
+    return tuple(n for a in axes for n in (sub_axes(a, parts[a]) if a in parts else (a,)))
 
 
 def sub_axes(axis: str, sizes: Sequence[int]) -> tuple[str, ...]:

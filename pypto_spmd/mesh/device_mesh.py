@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from pypto_spmd.errors import Fault, count_of, listed, raise_faults, refuse
 from pypto_spmd.mesh import simulate
@@ -190,6 +190,12 @@ class DeviceMesh:
             mesh = Mesh(self.devices, self.axis_names, axis_types=types)
             object.__setattr__(self, "_jax_mesh", mesh)
         return self._jax_mesh  # pyright: ignore[reportReturnType]
+
+    @property
+    def abstract_mesh(self) -> AbstractMesh:
+        """The mesh as JAX's own without its devices, its axis types Auto; starts no backend."""
+        types = (AxisType.Auto,) * len(self.axis_names)
+        return AbstractMesh(tuple(self.shape.values()), self.axis_names, axis_types=types)
 
     @property
     def topology(self) -> Topology:

@@ -14,10 +14,18 @@ from jax.tree_util import keystr
 
 from pypto_spmd.errors import Fault, count_of, listed, quoted, shape_text
 from pypto_spmd.mesh import DeviceMesh
-from pypto_spmd.sharding.spec import AUTO, ShardingSpec, mesh_faults, shape_faults, spec_text
+from pypto_spmd.sharding.spec import (
+    AUTO,
+    ShardingSpec,
+    mesh_faults,
+    rank_faults,
+    shape_faults,
+    spec_text,
+)
 
-Role = Literal["argument", "result"]
-_PREFIX_NAME = {"argument": "in_shardings", "result": "out_shardings"}
+Role = Literal["argument", "result", "value"]
+_PREFIX_NAME = {"argument": "in_shardings", "result": "out_shardings", "value": "spec"}
+_ROOT = {"result": "result", "value": "x"}
 KINDS = "A ShardingSpec, PartitionSpec, NamedSharding, AUTO or None is wanted"
 
 
@@ -28,6 +36,8 @@ def resolve(
     *,
     role: Role,
     names: Sequence[str] | None = None,
+    label: str | None = None,
+    are_parts: bool = False,
     faults: list[Fault],
 ) -> list[PartitionSpec | None]:
     """Turns a pytree prefix of specs into one spec for each leaf.
@@ -40,18 +50,20 @@ def resolve(
         tree: What they are for; its leaves have ``shape`` and ``dtype``. Of ``role="argument"``, the
             tuple of the arguments.
         mesh: The mesh that all specs must be of.
-        role: What the leaves are to the function.
+        role: What the leaves are to the function; of a "value", specs may leave dims unconstrained.
         names: The arguments' names, for messages.
+        label: What the specs are called in messages, ``in_shardings`` and its like by default.
+        are_parts: Whether the leaves are one device's parts of the arrays that the specs are for.
         faults: What is wrong is added to this list.
 
     Returns:
         For each leaf of the tree, in the order of ``jax.tree.flatten``, its spec, or None where the
         planner is to choose (and where there is a fault).
     """
-    walk = _Walk(mesh, role, faults)
-    label = _PREFIX_NAME[role]
-    if role == "result":
-        return list(walk.match(prefix, tree, "result", label))
+    walk = _Walk(mesh, role, are_parts, faults)
+    label = label or _PREFIX_NAME[role]
+    if role in _ROOT:
+        return list(walk.match(prefix, tree, _ROOT[role], label))
     names = tuple(names) if names is not None else tuple(f"args[{i}]" for i in range(len(tree)))
     if is_spec(prefix):
         prefixes, labels = [prefix] * len(tree), [label] * len(tree)
@@ -60,7 +72,7 @@ def resolve(
     else:
         prefixes, labels = [prefix], [label]
     if len(prefixes) != len(tree):
-        faults.append(_argument_count_fault(prefix, prefixes, tree, names))
+        faults.append(_argument_count_fault(prefix, prefixes, tree, names, label))
         return [None] * len(jax.tree.leaves(tree))
     specs: list[PartitionSpec | None] = []
     for part, argument, name, where in zip(prefixes, tree, names, labels, strict=True):
@@ -69,19 +81,21 @@ def resolve(
 
 
 def _argument_count_fault(
-    prefix: Any, prefixes: list[Any], tree: Sequence[Any], names: Sequence[str]
+    prefix: Any, prefixes: list[Any], tree: Sequence[Any], names: Sequence[str], label: str
 ) -> Fault:
     count = count_of(len(prefixes), "entry", "entries")
     calls = f"the function was called with {count_of(len(tree), 'argument')}"
     if isinstance(prefix, list | tuple):
-        what = f"in_shardings has {count} but {calls}."
+        what = f"{label} has {count} but {calls}."
     else:
-        what = f"in_shardings is a {type(prefix).__name__} but {calls}."
+        what = f"{label} is a {type(prefix).__name__} but {calls}."
     given = listed([quoted(name) for name in names]) or "none"
-    why = f"in_shardings has one entry for each argument, and the arguments are: {given}."
-    wanted = f"in_shardings=[{', '.join(['...'] * len(tree))}]"
-    fix = f"give {count_of(len(tree), 'entry', 'entries')}, AUTO where the planner is to choose: "
-    return Fault(what, why, f"{fix}{wanted}.")
+    why = f"{label} has one entry for each argument, and the arguments are: {given}."
+    wanted = f"{label}=[{', '.join(['...'] * len(tree))}]"
+    fix = f"give {count_of(len(tree), 'entry', 'entries')}"
+    if label == _PREFIX_NAME["argument"]:
+        fix += ", AUTO where the planner is to choose"
+    return Fault(what, why, f"{fix}: {wanted}.")
 
 
 def is_spec(value: Any) -> bool:
@@ -91,7 +105,9 @@ def is_spec(value: Any) -> bool:
     )
 
 
-def spec_of(entry: Any, mesh: DeviceMesh, label: str, faults: list[Fault]) -> PartitionSpec | None:
+def spec_of(
+    entry: Any, mesh: DeviceMesh, label: str, faults: list[Fault], *, may_be_open: bool = False
+) -> PartitionSpec | None:
     """The PartitionSpec of one spec that a person wrote, if it is right on this mesh.
 
     Args:
@@ -99,6 +115,7 @@ def spec_of(entry: Any, mesh: DeviceMesh, label: str, faults: list[Fault]) -> Pa
         mesh: the mesh.
         label: where it stands, for messages.
         faults: what is wrong is added to this list.
+        may_be_open: whether it may leave dims unconstrained.
 
     Returns:
         The spec; None where the planner is to choose, and where there is a fault.
@@ -109,7 +126,7 @@ def spec_of(entry: Any, mesh: DeviceMesh, label: str, faults: list[Fault]) -> Pa
     if isinstance(entry, ShardingSpec):
         spec, same = entry.partition_spec, entry.mesh.same_places(mesh)
     elif isinstance(entry, NamedSharding):
-        spec, same = entry.spec, _is_of(entry.mesh, mesh)
+        spec, same = entry.spec, is_of(entry.mesh, mesh)
     else:
         same = True
     what = f"{label} is {spec_text(spec)}."
@@ -119,7 +136,7 @@ def spec_of(entry: Any, mesh: DeviceMesh, label: str, faults: list[Fault]) -> Pa
         fix = "make the spec of the function's mesh, or pass a bare PartitionSpec."
         faults.append(Fault(what, why, fix))
         return None
-    found = mesh_faults(spec, mesh, what)
+    found = mesh_faults(spec, mesh, what, may_be_open=may_be_open)
     faults.extend(found)
     return None if found else spec
 
@@ -130,6 +147,7 @@ class _Walk:
 
     mesh: DeviceMesh
     role: Role
+    are_parts: bool
     faults: list[Fault]
 
     def match(
@@ -157,13 +175,16 @@ class _Walk:
         self, entry: Any, node: Any, path: str, label: str
     ) -> Iterator[PartitionSpec | None]:
         """One spec for every leaf of the node."""
-        spec = spec_of(entry, self.mesh, label, self.faults)
+        is_value = self.role == "value"
+        spec = spec_of(entry, self.mesh, label, self.faults, may_be_open=is_value)
         for below, leaf in jax.tree_util.tree_leaves_with_path(node):
             if spec is None:
                 yield None
                 continue
             what = f"{self._subject(path + keystr(below))} has shape {_shape_of(leaf)}."
-            found = shape_faults(spec, self.mesh, leaf.shape, what)
+            found = rank_faults(spec, leaf.shape, what)
+            if not self.are_parts:
+                found = found or shape_faults(spec, self.mesh, leaf.shape, what)
             self.faults.extend(found)
             yield None if found else spec
 
@@ -236,7 +257,8 @@ def _alike(prefix: Any, node: Any) -> bool:
     return type(prefix) is type(node)
 
 
-def _is_of(mesh: Mesh | AbstractMesh, ours: DeviceMesh) -> bool:
+def is_of(mesh: Mesh | AbstractMesh, ours: DeviceMesh) -> bool:
+    """Whether a mesh of JAX's is ours: the same axes, and the same devices if it has any."""
     if tuple(mesh.shape.items()) != tuple(ours.shape.items()):
         return False
     return isinstance(mesh, AbstractMesh) or DeviceMesh.from_jax(mesh).same_places(ours)

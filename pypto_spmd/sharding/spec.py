@@ -37,9 +37,9 @@ AUTO = Auto.AUTO
 
 
 def entries(spec: PartitionSpec) -> Iterator[tuple[str, ...]]:
-    """The mesh axes of each dim of a spec, outermost first."""
+    """The mesh axes of each dim of a spec, outermost first; none of a dim left unconstrained."""
     for entry in spec.partitions:
-        if entry is None:
+        if entry is None or entry is PartitionSpec.UNCONSTRAINED:
             yield ()
         elif isinstance(entry, tuple):
             yield entry
@@ -128,18 +128,23 @@ def _as_arguments(value: object) -> str:
     return ", ".join(map(repr, value)) if isinstance(value, list | tuple) else repr(value)
 
 
-def mesh_faults(spec: PartitionSpec, mesh: DeviceMesh, what: str) -> list[Fault]:
+def mesh_faults(
+    spec: PartitionSpec, mesh: DeviceMesh, what: str, *, may_be_open: bool = False
+) -> list[Fault]:
     """What is wrong with a spec on a mesh, whatever array it is for.
 
     Args:
         spec: The spec.
         mesh: The mesh.
         what: The sentence that says where the spec stands.
+        may_be_open: Whether it may leave dims unconstrained.
     """
     faults: list[Fault] = []
     text = spec_text(spec)
     names = listed([repr(name) for name in mesh.axis_names])
     strange = [e for axes in entries(spec) for e in axes if not isinstance(e, str)]
+    if not may_be_open:
+        strange += [e for e in spec.partitions if e is PartitionSpec.UNCONSTRAINED]
     if strange:
         why = (
             f"{text} holds {strange[0]!r}, but each entry is a mesh axis, a tuple of them, or None."
@@ -166,6 +171,22 @@ def mesh_faults(spec: PartitionSpec, mesh: DeviceMesh, what: str) -> list[Fault]
     return faults
 
 
+def rank_faults(spec: PartitionSpec, shape: Sequence[int], what: str) -> list[Fault]:
+    """What is wrong with a spec, whatever its mesh, for an array with so many dims.
+
+    Args:
+        spec: The spec.
+        shape: The shape of the array.
+        what: The sentence that says which array this is.
+    """
+    if len(spec.partitions) <= len(shape):
+        return []
+    count = count_of(len(spec.partitions), "entry", "entries")
+    why = f"{spec_text(spec)} has {count} but the array has rank {len(shape)}."
+    fix = f"give at most {count_of(len(shape), 'entry', 'entries')}, one a dim."
+    return [Fault(what, why, fix if shape else "leave a scalar whole: PartitionSpec().")]
+
+
 def shape_faults(
     spec: PartitionSpec, mesh: DeviceMesh, shape: Sequence[int], what: str
 ) -> list[Fault]:
@@ -177,13 +198,10 @@ def shape_faults(
         shape: The shape of the whole array.
         what: The sentence that says which array this is.
     """
+    faults = rank_faults(spec, shape, what)
+    if faults:
+        return faults
     text = spec_text(spec)
-    if len(spec.partitions) > len(shape):
-        count = count_of(len(spec.partitions), "entry", "entries")
-        why = f"{text} has {count} but the array has rank {len(shape)}."
-        fix = f"give at most {count_of(len(shape), 'entry', 'entries')}, one a dim."
-        return [Fault(what, why, fix if shape else "leave a scalar whole: PartitionSpec().")]
-    faults: list[Fault] = []
     for dim, (size, axes) in enumerate(zip(shape, entries(spec), strict=False)):
         parts = prod(mesh.shape[axis] for axis in axes)
         if size % parts == 0:

@@ -1,0 +1,70 @@
+"""What a person wrote by hand and a plan can't hold: other meshes, groups that are no mesh axes."""
+
+from collections.abc import Iterator
+
+from pypto_spmd.collectives.by_hand import names_axes
+from pypto_spmd.collectives.facts import inside_regions
+from pypto_spmd.collectives.graph import Equation, Graph
+from pypto_spmd.errors import Fault, listed
+from pypto_spmd.mesh import DeviceMesh
+from pypto_spmd.sharding.resolve import is_of
+from pypto_spmd.sharding.spec import spec_text
+
+
+def hand_faults(graph: Graph, mesh: DeviceMesh) -> list[Fault]:
+    """The faults of regions, constraints and collectives.
+
+    Args:
+        graph: the traced function.
+        mesh: the mesh that it is planned for.
+    """
+    inside = {e for found in inside_regions(graph).values() for e in found.equations}
+    return [
+        fault
+        for equation, _ in graph.equations()
+        for fault in _faults(equation, mesh, equation.index in inside)
+    ]
+
+
+def _faults(equation: Equation, mesh: DeviceMesh, is_inside: bool) -> Iterator[Fault]:
+    place = f" at {equation.source}" if str(equation.source) else ""
+    sharding = equation.params.get("sharding") if equation.constraint is not None else None
+    other = equation.region.mesh if equation.region is not None else getattr(sharding, "mesh", None)
+    if other is not None and not is_of(other, mesh):
+        if equation.region is not None:
+            does, use = f"shard_map{place} is", "pypto_spmd.local"
+        else:
+            does = f"with_sharding_constraint{place} asks for {spec_text(sharding.spec)}"
+            use = "pypto_spmd.constrain"
+        shape = " × ".join(f"{axis}={size}" for axis, size in other.shape.items())
+        shape += " of other devices" if shape == str(mesh) else ""
+        yield Fault(
+            f"{does} on the mesh {shape}.",
+            f"It is in a function on the mesh {mesh}, and both run on one mesh.",
+            f"use {use}, which takes the function's mesh, or give both the same mesh.",
+        )
+    if equation.params.get("axis_index_groups") is not None and names_axes(equation.name):
+        yield Fault(
+            f"{equation.name}{place} has axis_index_groups.",
+            "A step of the plan is between all devices along mesh axes.",
+            "make a mesh that has the groups as an axis of its own.",
+        )
+    axes = _unplanned_axes(equation, mesh) if is_inside else []
+    if axes:
+        yield Fault(
+            f"{equation.name}{place} communicates over {listed([repr(a) for a in axes])}.",
+            "It is none of the collectives that a plan is made of.",
+            "use those of pypto_spmd.collectives, or call it outside of the @spmd function.",
+        )
+
+
+def _unplanned_axes(equation: Equation, mesh: DeviceMesh) -> list[str]:
+    """The mesh axes over which an equation communicates in a way that is not known."""
+    if equation.rule is None or not equation.rule.reason.startswith("no rule"):
+        return []
+    found: list[str] = []
+    for name in ("axes", "axis_name"):
+        value = equation.params.get(name, ())
+        value = value if isinstance(value, tuple) else (value,)
+        found += [axis for axis in value if isinstance(axis, str) and axis in mesh.shape]
+    return found
