@@ -365,7 +365,7 @@ class AxisProblem:
             self.other_sizes,
             self.size,
             known.block.weight,
-            self.objective.work,
+            self.objective.work if self._is_asked_to_split(known) else 0.0,
             tuple((positions, domains[t], moves[t]) for t, positions in reads),
             tuple((domains[t], moves[t]) for t in outputs),
             tuple(self.facts.bytes[t] for t, _ in reads),
@@ -380,6 +380,14 @@ class AxisProblem:
         for tensor, table in zip(outputs, store_tables, strict=True):
             if table is not None:
                 self.tables.append(((variable, tensor), table))
+
+    def _is_asked_to_split(self, known: EquationFacts) -> bool:
+        """Whether a given layout asks for a split that an equation can have.
+
+        Work that nobody asks to split is not charged for: to split it all the same would send what the
+        given layouts never need to be sent.
+        """
+        return any(c in self.asked for classes in known.factor_classes for c in classes)
 
     def _add_loop(self, equation: Equation, weight: float, links: tuple[Link, ...]) -> None:
         for link in links:
