@@ -43,7 +43,7 @@ def resolve(
     """Turns a pytree prefix of specs into one spec for each leaf.
 
     Lists and tuples stand for each other everywhere. For one argument, its spec needs no list around
-    it.
+    it. One spec for a whole result passes over scalars, such as the loss beside the outputs.
 
     Args:
         prefix: The specs: ShardingSpec, PartitionSpec, NamedSharding, AUTO or None at its leaves.
@@ -62,6 +62,8 @@ def resolve(
     """
     walk = _Walk(mesh, role, are_parts, faults)
     label = label or _PREFIX_NAME[role]
+    if role == "result" and is_spec(prefix):
+        return list(walk.spread(prefix, tree, _ROOT[role], label, to_scalars=False))
     if role in _ROOT:
         return list(walk.match(prefix, tree, _ROOT[role], label))
     names = tuple(names) if names is not None else tuple(f"args[{i}]" for i in range(len(tree)))
@@ -162,7 +164,7 @@ class _Walk:
             label: Where the prefix is: ``in_shardings[0]['dense']``.
         """
         if is_spec(prefix):
-            yield from self._spread(prefix, node, path, label)
+            yield from self.spread(prefix, node, path, label)
             return
         pairs = self._children(prefix, node, path, label)
         if pairs is None:
@@ -171,15 +173,18 @@ class _Walk:
         for part, child, step in pairs:
             yield from self.match(part, child, path + step, label + step)
 
-    def _spread(
-        self, entry: Any, node: Any, path: str, label: str
+    def spread(
+        self, entry: Any, node: Any, path: str, label: str, *, to_scalars: bool = True
     ) -> Iterator[PartitionSpec | None]:
-        """One spec for every leaf of the node."""
+        """One spec for every leaf of the node, or for all but scalars, which are whole."""
         is_value = self.role == "value"
         spec = spec_of(entry, self.mesh, label, self.faults, may_be_open=is_value)
         for below, leaf in jax.tree_util.tree_leaves_with_path(node):
             if spec is None:
                 yield None
+                continue
+            if not leaf.shape and not to_scalars:
+                yield PartitionSpec()
                 continue
             what = f"{self._subject(path + keystr(below))} has shape {_shape_of(leaf)}."
             found = rank_faults(spec, leaf.shape, what)
