@@ -25,6 +25,7 @@ from pypto_spmd.collectives.graph import build_graph
 from pypto_spmd.collectives.program import Program
 from pypto_spmd.collectives.splices import fuse_splices
 from pypto_spmd.collectives.trace import report
+from pypto_spmd.collectives.uniform import without_needless
 from pypto_spmd.mesh import DeviceMesh
 
 CACHED_PROGRAMS = 256
@@ -121,7 +122,7 @@ def program_of(call: Call) -> Program:
     """Plans a call; the program is made once."""
     options = call.options
     return planner.make_program(
-        fuse_splices(build_graph(call.jaxpr, options.argument_names)),
+        fuse_splices(without_needless(build_graph(call.jaxpr, options.argument_names))),
         mesh=options.mesh,
         inputs=call.layouts.inputs,
         outputs=call.layouts.outputs,

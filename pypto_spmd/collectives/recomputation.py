@@ -4,9 +4,10 @@ A recomputation differs from what it repeats in nothing but the barriers on its 
 takes these away, as XLA's does for CPUs, finds both to be the same and runs one of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from pypto_spmd.collectives.graph import Block, Graph, equation_key
+from pypto_spmd.collectives.graph import Atom, Block, Equation, Graph, equation_key
+from pypto_spmd.collectives.region import Region
 
 
 def originals(graph: Graph) -> Mapping[int, int]:
@@ -16,15 +17,22 @@ def originals(graph: Graph) -> Mapping[int, int]:
         graph: the traced function.
     """
     found: dict[int, int] = {}
-    for block in graph.blocks():
-        _add(block, found)
+    _add(graph.block, found, {})
     return found
 
 
-def _add(block: Block, found: dict[int, int]) -> None:
-    seen: dict[object, tuple[int, ...]] = {}
+Seen = dict[object, tuple[Atom, ...]]
+"""What was computed first, by what it was computed from."""
+
+
+def _add(block: Block, found: dict[int, int], seen: Seen) -> None:
     for equation in block.equations:
         inputs = tuple(found.get(a, a) if isinstance(a, int) else a for a in equation.inputs)
+        if equation.region is not None:
+            _add_region(equation, equation.region, inputs, found, seen)
+            continue
+        for body in equation.bodies:
+            _add(body, found, {})
         if equation.name == "optimization_barrier":
             results = inputs
         else:
@@ -32,6 +40,25 @@ def _add(block: Block, found: dict[int, int]) -> None:
             if key is None:
                 continue
             results = seen.setdefault(key, equation.outputs)
-        for tensor, original in zip(equation.outputs, results, strict=True):
-            if isinstance(original, int) and original != tensor:
-                found[tensor] = original
+        _note(equation.outputs, results, found)
+
+
+def _add_region(
+    equation: Equation, region: Region, inputs: Sequence[Atom], found: dict[int, int], seen: Seen
+) -> None:
+    """A region runs once where it stands: its body repeats what the body of an earlier one did."""
+    (body,) = equation.bodies
+    for atom, tensor, given in zip(inputs, body.inputs, region.inputs, strict=True):
+        if isinstance(atom, int):
+            _note((tensor,), seen.setdefault(("enter", atom, given, region.axes), (tensor,)), found)
+    _add(body, found, seen)
+    for atom, tensor, given in zip(body.outputs, equation.outputs, region.outputs, strict=True):
+        if isinstance(atom, int):
+            key = ("leave", found.get(atom, atom), given, region.axes)
+            _note((tensor,), seen.setdefault(key, (tensor,)), found)
+
+
+def _note(tensors: Sequence[int], originals: Sequence[Atom], found: dict[int, int]) -> None:
+    for tensor, original in zip(tensors, originals, strict=True):
+        if isinstance(original, int) and original != tensor:
+            found[tensor] = original
