@@ -347,6 +347,10 @@ class _Builder:
             known = _cast_constant(inputs[0], aval_of(eqn.outvars[0]))
             if known is not None:
                 return (known,)
+        if eqn.primitive.name == "reshape" and isinstance(inputs[0], int):
+            source = self.reshaped.get(inputs[0])
+            if source is not None and self.avals[source].shape == eqn.outvars[0].aval.shape:
+                return (source,)  # there and back again
         # A collective's only effect is that it names an axis.
         pure = not eqn.effects or names_axes(eqn.primitive.name)
         key = equation_key(eqn.primitive.name, eqn.params, inputs) if pure else None

@@ -164,10 +164,32 @@ def _collective_permute(leg: Leg, x: Any, sizes: AxisSizes, scope: Scope) -> Any
     involved = leg.source.axes | leg.target.axes
     axes = tuple(a for a in sizes if a in involved and sizes[a] > 1)
     pairs = _owner_pairs(leg.source, leg.target, axes, tuple(sizes.items()))
+    x = _block_to_send(leg, x, axes, sizes, pairs)
     if all(source == target for source, target in pairs):
         return x
     with scope:
         return lax.ppermute(x, axes, pairs)
+
+
+def _block_to_send(
+    leg: Leg, x: Any, axes: tuple[str, ...], sizes: AxisSizes, pairs: tuple[tuple[int, int], ...]
+) -> Any:
+    """The part of this device's block that its taker wants, where the target's blocks are smaller."""
+    dims = range(len(leg.source.dims))
+    finer = [leg.target.shards(d, sizes) // leg.source.shards(d, sizes) for d in dims]
+    if all(n == 1 for n in finer):
+        return x
+    devices = _places(axes, sizes)
+    starts = np.zeros((len(devices), x.ndim), np.int32)
+    for source, target in pairs:
+        block = _block_index(leg.target, devices[target], sizes)
+        # A block of the source holds `finer` blocks of the target along each dim.
+        starts[source] = [
+            b % n * (size // n) for b, n, size in zip(block, finer, x.shape, strict=True)
+        ]
+    mine = jnp.asarray(starts)[lax.axis_index(axes)]
+    shape = [size // n for size, n in zip(x.shape, finer, strict=True)]
+    return lax.dynamic_slice(x, [mine[d] for d in dims], shape)
 
 
 @lru_cache(maxsize=10_000)
@@ -176,9 +198,15 @@ def _owner_pairs(
 ) -> tuple[tuple[int, int], ...]:
     """Who sends to whom along `axes`, so that every device has the block that `target` gives it."""
     lengths = dict(sizes)
-    devices = list(itertools.product(*(range(lengths[a]) for a in axes)))
-    holders = _devices_by_block(source, axes, lengths, devices)
-    takers = _devices_by_block(target, axes, lengths, devices)
+    dims = range(len(source.dims))
+    finer = [target.shards(d, lengths) // source.shards(d, lengths) for d in dims]
+    holders: dict[tuple[int, ...], list[int]] = {}
+    takers: dict[tuple[int, ...], list[int]] = {}
+    for number, device in enumerate(_places(axes, lengths)):
+        holders.setdefault(_block_index(source, device, lengths), []).append(number)
+        wanted = _block_index(target, device, lengths)
+        outer = tuple(b // n for b, n in zip(wanted, finer, strict=True))
+        takers.setdefault(outer, []).append(number)
     pairs = []
     for block, has in holders.items():
         wants = takers[block]
@@ -190,24 +218,21 @@ def _owner_pairs(
     return tuple(sorted(pairs))
 
 
-def _devices_by_block(
-    layout: Layout,
-    axes: tuple[str, ...],
-    lengths: AxisSizes,
-    devices: Sequence[tuple[int, ...]],
-) -> dict[tuple[int, ...], list[int]]:
-    """Indices of the devices that hold each block; axes of size 1 have index 0."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for number, device in enumerate(devices):
-        at = dict(zip(axes, device, strict=True))
-        block = []
-        for names in layout.dims:
-            index = 0
-            for name in names:
-                index = index * lengths[name] + at.get(name, 0)
-            block.append(index)
-        found.setdefault(tuple(block), []).append(number)
-    return found
+def _places(axes: tuple[str, ...], lengths: AxisSizes) -> list[dict[str, int]]:
+    """The index on each axis of every device along `axes`, in order."""
+    places = itertools.product(*(range(lengths[a]) for a in axes))
+    return [dict(zip(axes, place, strict=True)) for place in places]
+
+
+def _block_index(layout: Layout, device: Mapping[str, int], lengths: AxisSizes) -> tuple[int, ...]:
+    """Which block of a layout a device holds, along each dim; axes of size 1 have index 0."""
+    block = []
+    for names in layout.dims:
+        index = 0
+        for name in names:
+            index = index * lengths[name] + device.get(name, 0)
+        block.append(index)
+    return tuple(block)
 
 
 def _slice(leg: Leg, x: Any, sizes: AxisSizes, scope: Scope) -> Any:

@@ -77,7 +77,8 @@ class Leg:
 
     def full_elements(self, shape: tuple[int, ...], axis_sizes: Mapping[str, int]) -> int:
         """Elements of the tensor that is whole over the group, as `wire_bytes` counts them."""
-        layout = self.target if self.kind == "all_gather" else self.source
+        gathered = self.kind in ("all_gather", "collective_permute")
+        layout = self.target if gathered else self.source
         local = prod(layout.local_shape(shape, axis_sizes))
         group = prod(axis_sizes[a] for a in self.axes)
         return local * group if self.kind == "all_to_all" else local
@@ -228,6 +229,9 @@ def _legs_from(
             yield Leg("mask", (axis,), layout, _partial(layout, axis, op), op=op)
 
     yield from _permutations(layout, shape, axis_sizes, relevant)
+    if _is_finer(layout, target, shape, axis_sizes):
+        moved = tuple(sorted(layout.axes | target.axes))
+        yield Leg("collective_permute", moved, layout, target)
 
 
 def _permutations(
@@ -252,6 +256,20 @@ def _permutations(
             sorted({a for pair in replacement.items() if pair[0] != pair[1] for a in pair})
         )
         yield Leg("collective_permute", moved, layout, after)
+
+
+def _is_finer(
+    layout: Layout, target: Layout, shape: tuple[int, ...], axis_sizes: Mapping[str, int]
+) -> bool:
+    """Whether one CollectivePermute leads to the target, each device first cutting a block of it out of its own.
+
+    The devices that hold one block of `layout` are then as many as those that want a block out of it.
+    """
+    if layout.partial != target.partial or not layout.axes or not target.divides(shape, axis_sizes):
+        return False
+    held = [layout.shards(d, axis_sizes) for d in range(len(shape))]
+    wanted = [target.shards(d, axis_sizes) for d in range(len(shape))]
+    return held != wanted and all(w % h == 0 for h, w in zip(held, wanted, strict=True))
 
 
 def _drop(layout: Layout, axis: str) -> Layout:
