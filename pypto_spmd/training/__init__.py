@@ -12,18 +12,24 @@ from pypto_spmd.training.layouts import (
     zero1,
     zero2,
 )
+from pypto_spmd.training.metrics import MetricsLogger, NonFiniteError
 from pypto_spmd.training.position import Batches, Resumable
+from pypto_spmd.training.stopping import Stop, graceful_stop
 
 __all__ = [
     "Batches",
     "Layout",
+    "MetricsLogger",
+    "NonFiniteError",
     "ParameterLayout",
     "Prefetched",
     "Resumable",
+    "Stop",
     "combine",
     "data_parallel",
     "flax_metadata",
     "fsdp",
+    "graceful_stop",
     "parameter_specs",
     "prefetch",
     "tensor_parallel",
