@@ -8,7 +8,7 @@ be left out too.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -157,11 +157,11 @@ class GivenLayouts:
             return self._prefix_by_name(prefix, names, values, parameters, static, faults)
         if self.parameter_shardings is not None:
             others = [n for n, v in zip(names, values, strict=True) if not self._is_parameter(n, v)]
-            if is_spec(prefix) and prefix is not None:
-                prefix = [prefix] * len(others)
-            is_list = prefix is None or _is_list(prefix)
-            if is_list and len(prefix or ()) <= len(others) and len(prefix or ()) < len(names):
-                by_name = dict(zip(others, prefix or (), strict=False))
+            entries = prefix if _is_list(prefix) else [] if prefix is None else None
+            if entries is None and is_spec(prefix):
+                entries = [prefix] * len(others)
+            if entries is not None and len(entries) <= len(others) and len(entries) < len(names):
+                by_name = dict(zip(others, entries, strict=False))
                 return [self._entry(by_name, n, v) for n, v in zip(names, values, strict=True)]
         if not _is_list(prefix) or not arguments.omitted:
             return prefix
@@ -215,7 +215,7 @@ def mesh_of(shardings: Any) -> DeviceMesh | Mesh | None:
     return None
 
 
-def _is_list(prefix: Any) -> bool:
+def _is_list(prefix: Any) -> TypeGuard[Sequence[Any]]:
     """Whether in_shardings has one entry an argument."""
     return (
         isinstance(prefix, list | tuple)

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pypto_spmd.collectives.plan import CommPlan, show_bytes
-from pypto_spmd.errors import quoted, refuse
+from pypto_spmd.errors import listed, quoted, refuse
 from pypto_spmd.given_layouts import mesh_of
 from pypto_spmd.mesh import DeviceMesh, current_mesh
 from pypto_spmd.nnx_body import split_modules
@@ -114,10 +114,14 @@ def _asked(
 def _planned(leaves: Sequence[Leaf], plan: CommPlan) -> list[_Lies]:
     """How the arrays lie in a plan, as the argument or result with their paths."""
     for layouts in (plan.in_layouts, plan.out_layouts):
-        for path in layouts:
-            name = path.removesuffix(leaves[0].name) if leaves else ""
-            if path.endswith(leaves[0].name) and all(name + f.name in layouts for f in leaves):
-                return [_parsed(layouts[name + leaf.name], plan.mesh) for leaf in leaves]
+        names = [p.removesuffix(leaves[0].name) for p in layouts if p.endswith(leaves[0].name)]
+        found = [n for n in names if all(_has_dims(layouts.get(n + x.name), x) for x in leaves)]
+        if len(found) > 1:
+            what = f"the state could be any of {listed([quoted(name) for name in found])}."
+            why = f"They are arguments of {quoted(plan.function)} of the same structure."
+            refuse(_SUBJECT, what, why, "read the plan's in_layouts and out_layouts.")
+        if found:
+            return [_parsed(layouts[found[0] + leaf.name], plan.mesh) for leaf in leaves]
     arguments = dict.fromkeys(path.partition("[")[0].partition(".")[0] for path in plan.in_layouts)
     refuse(
         _SUBJECT,
@@ -125,6 +129,11 @@ def _planned(leaves: Sequence[Leaf], plan: CommPlan) -> list[_Lies]:
         f"No argument of the plan has its paths. The arguments are: {', '.join(arguments)}.",
         "pass the argument that the plan was made for, or a tree of its structure.",
     )
+
+
+def _has_dims(layout: str | None, leaf: Leaf) -> bool:
+    """Whether a layout in a plan's notation has as many dims as the leaf."""
+    return layout is not None and len(layout[1:-1].split(", ")) == max(len(leaf.shape), 1)
 
 
 def _parsed(text: str, sizes: Mapping[str, int]) -> _Lies:

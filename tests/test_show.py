@@ -89,9 +89,15 @@ def test_what_is_planned(mesh, capsys):
         ["opt_state/0/nu/w", "64×64", "float32", "[-,", "data]", "8KB"],
         ["params/w", "64×64", "float32", "[-,", "-]", "16KB"],
     ]
-    assert shown(capsys, array(8, 64), plan).splitlines()[2].split() == [
-        "8×64", "float32", "[data,", "-]", "1KB",
-    ]  # fmt: skip
+    image = spmd(lambda image, key: image, mesh=mesh, in_shardings=[P("data"), P()])
+    plan_of_image = image.plan(array(8, 64), array(2, dtype="uint32"))
+    assert "[data, -]" in shown(capsys, array(8, 64), plan_of_image)
+    with pytest.raises(ShardingError) as caught:
+        show_shardings(array(8, 64), plan)
+    assert str(caught.value).splitlines()[0] == (
+        "show_shardings: the state could be any of state['opt_state'][0].mu['w'], "
+        "state['opt_state'][0].nu['w'], state['params']['w'] and 'x'."
+    )
     with pytest.raises(ShardingError) as caught:
         show_shardings({"v": array(8)}, plan)
     assert str(caught.value) == (

@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
@@ -66,7 +67,7 @@ class Leaf:
     def is_random_key(self) -> bool:
         """Whether it is a random key, or looks like the words of one."""
         if not isinstance(self.dtype, np.dtype):
-            return jax.dtypes.issubdtype(self.dtype, jax.dtypes.prng_key)
+            return jnp.issubdtype(self.dtype, jax.dtypes.prng_key)
         return self.dtype == np.uint32 and self.shape[-1:] in [(n,) for n in _KEY_LENGTHS]
 
 

@@ -8,6 +8,7 @@ has another shape takes as much of the spec as it has dims of the parameter, and
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -141,7 +142,8 @@ def _kept_dims(leaf: Leaf, parameter: Leaf) -> list[int] | None:
     return kept
 
 
-def _trimmed(entries: list[str | tuple[str, ...] | None]) -> PartitionSpec:
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
+def _trimmed(entries: Sequence[Any]) -> PartitionSpec:
+    end = len(entries)
+    while end and entries[end - 1] is None:
+        end -= 1
+    return PartitionSpec(*entries[:end])

@@ -180,7 +180,7 @@ class Layout(ParameterLayout):
     def batch(self) -> PartitionSpec:
         """The spec of what has the batch as its first dim: split over the axes of the data parts."""
         axes = tuple(axis for part in self._data_parts for axis in part.axes)
-        return PartitionSpec(*([axes if len(axes) > 1 else axes[0]] if axes else []))
+        return _spec([axes])
 
     @property
     def _data_parts(self) -> tuple[_DataPart, ...]:

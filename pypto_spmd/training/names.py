@@ -72,8 +72,10 @@ def conventional_specs(leaves: Sequence[Leaf], axis: str, axis_size: int) -> lis
     specs = []
     for leaf in leaves:
         dim = splits.get(leaf.text)
-        fits = dim is not None and dim < len(leaf.shape) and leaf.shape[dim] % axis_size == 0
-        specs.append(PartitionSpec(*[None] * dim, axis) if fits else PartitionSpec())
+        if dim is None or dim >= len(leaf.shape) or leaf.shape[dim] % axis_size:
+            specs.append(PartitionSpec())
+        else:
+            specs.append(PartitionSpec(*[None] * dim, axis))
     return specs
 
 
@@ -83,12 +85,11 @@ def _layers(leaves: Sequence[Leaf]) -> Iterator[_Layer]:
     for leaf in leaves:
         if len(leaf.shape) < 2 or leaf.path[-1] in _BIASES:
             continue
-        if leaf.path[-1] in _WEIGHTS and len(leaf.path) > 1:
-            *parent, name = leaf.path[:-1]
-            yield _Layer(tuple(parent), name, leaf, biases.get(leaf.path[:-1]))
+        above = leaf.path[:-1]
+        if leaf.path[-1] in _WEIGHTS and above:
+            yield _Layer(above[:-1], above[-1], leaf, biases.get(above))
         else:
-            *parent, name = leaf.path
-            yield _Layer(tuple(parent), name, leaf)
+            yield _Layer(above, leaf.path[-1], leaf)
 
 
 def _pairs(layers: Sequence[_Layer]) -> dict[str, int]:
@@ -150,13 +151,11 @@ def _columns(layer: _Layer, stacked: int) -> dict[str, int]:
 
 def _is_table(leaf: Leaf) -> bool:
     """Whether it is a table of embeddings, but not of positions."""
-    if len(leaf.shape) not in (2, 3) or any(
-        _POSITION.search(step.lower()) for step in leaf.path[1:]
-    ):
+    *above, layer, last = ("", "", *leaf.path)
+    name = layer if last in _WEIGHTS and layer else last
+    if len(leaf.shape) not in (2, 3) or _TABLE.fullmatch(_bare(name)) is None:
         return False
-    if leaf.path[-1] in _WEIGHTS and len(leaf.path) > 1:
-        return _TABLE.fullmatch(_bare(leaf.path[-2])) is not None
-    return _TABLE.fullmatch(_bare(leaf.path[-1])) is not None
+    return not any(_POSITION.search(step.lower()) for step in (*above, layer, last))
 
 
 def _bare(name: str) -> str:
