@@ -12,6 +12,9 @@ from pypto_spmd.collectives.axis import AxisLabels, AxisProblem, Request
 from pypto_spmd.collectives.facts import GraphFacts, read_graph
 from pypto_spmd.sharding.layout import Label
 
+SETTLED = 1e-4
+"""From the third sweep on, a relative change of an axis's cost that is not worth another one."""
+
 MAX_SWEEPS = 4
 """A sweep that changes nothing ends them earlier; a plan that still changes then is still right."""
 
@@ -40,7 +43,7 @@ def infer(request: Request, facts: GraphFacts | None = None) -> Labelling:
     axes = [a for a in request.axis_order if request.axis_sizes[a] > 1]
     labels: dict[str, AxisLabels] = {}
     seen: dict[str, tuple[AxisLabels, ...]] = {}
-    for _ in range(MAX_SWEEPS):
+    for sweep in range(MAX_SWEEPS):
         changed = False
         for axis in axes:
             others = {a: v for a, v in labels.items() if a != axis}
@@ -49,6 +52,9 @@ def infer(request: Request, facts: GraphFacts | None = None) -> Labelling:
                 continue  # nothing it depends on has changed
             seen[axis] = context
             found = AxisProblem(request, facts, axis, others).solve()
+            if sweep >= 2 and abs(found.cost - labels[axis].cost) <= SETTLED * found.cost:
+                # Going round between labellings of nearly one cost; those at hand fit each other.
+                return Labelling({a: labels[a] for a in request.axis_sizes if a in labels})
             if axis not in labels or not found.same_as(labels[axis]):
                 labels[axis] = found
                 changed = True

@@ -11,7 +11,7 @@ from pypto_spmd.collectives.graph import Atom, Block, Constant, Equation
 from pypto_spmd.collectives.links import links_of
 from pypto_spmd.collectives.region import Region
 from pypto_spmd.sharding.layout import Layout
-from pypto_spmd.sharding.redistribute import redistribute
+from pypto_spmd.sharding.redistribute import Leg, redistribute
 
 
 def schedule(layouts: Layouts) -> DraftBlock:
@@ -81,26 +81,40 @@ class _BlockScheduler:
             self.available[tensor] = [layout]
 
     def _require(self, atom: Atom, target: Layout, reader: Equation | None) -> None:
-        """Makes a tensor available in `target`, by way of a layout in which it is stored."""
+        """Makes a tensor available in `target`, by way of a layout in which it is stored.
+
+        The axes' stored labels were chosen one by one, so that together they may be no station on the way:
+        where it is cheaper, the tensor goes straight to the target.
+        """
         if isinstance(atom, Constant) or target in self.available[atom]:
             return
         stored = self.layouts.stored(atom, {a: target.label(a) for a in self.layouts.axes})
+        straight = self._path(atom, target, self.available[atom])
         if stored not in self.available[atom]:
-            self._convert(atom, stored, reader)
-        if target not in self.available[atom]:
-            self._convert(atom, target, reader)
+            there = self._path(atom, stored, self.available[atom])
+            onward = self._path(atom, target, [stored])
+            if self._cost(atom, there + onward) <= self._cost(atom, straight):
+                self._convert(atom, there, reader)
+                straight = onward
+        self._convert(atom, straight, reader)
 
-    def _convert(self, tensor: int, target: Layout, reader: Equation | None) -> None:
+    def _path(self, tensor: int, target: Layout, sources: list[Layout]) -> tuple[Leg, ...]:
+        """The cheapest legs to `target` from any of several layouts."""
         aval = self.graph.avals[tensor]
         paths = [
             redistribute(source, target, aval.shape, aval.itemsize, self.axis_sizes)
-            for source in self.available[tensor]
+            for source in sources
         ]
-        cost = lambda legs: (  # noqa: E731
-            sum(leg.wire_bytes(aval.shape, aval.itemsize, self.axis_sizes) for leg in legs),
-            len(legs),
-        )
-        for leg in min(paths, key=cost):
+        return min(paths, key=lambda legs: self._cost(tensor, legs))
+
+    def _cost(self, tensor: int, legs: tuple[Leg, ...]) -> tuple[float, int]:
+        """Bytes sent by some legs, and how many collectives they are."""
+        aval = self.graph.avals[tensor]
+        sent = sum(leg.wire_bytes(aval.shape, aval.itemsize, self.axis_sizes) for leg in legs)
+        return sent, sum(leg.is_collective for leg in legs)
+
+    def _convert(self, tensor: int, legs: tuple[Leg, ...], reader: Equation | None) -> None:
+        for leg in legs:
             if leg.target not in self.available[tensor]:
                 self.items.append(DraftConvert(tensor, leg, reader, self.block))
                 self.available[tensor].append(leg.target)
