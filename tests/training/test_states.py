@@ -257,6 +257,19 @@ def test_nnx_with_its_optimizer(spmd_mesh, layout):
     decorated.verify(*parallel, x, y)
 
 
+def test_modules_are_born_split(spmd_mesh):
+    def init(key):
+        model = Net(nnx.Rngs(key))
+        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    model, optimizer = spmd(init, mesh=spmd_mesh, parameter_shardings=EVERY)(jax.random.key(0))
+    wanted, _ = init(jax.random.key(0))
+    assert_same(nnx.state(model, nnx.Param), nnx.state(wanted, nnx.Param), rtol=0)
+    assert_lies(nnx.state(model, nnx.Param), EVERY, spmd_mesh)
+    moment = optimizer.opt_state[0].mu["layers"][0]["kernel"]
+    assert moment[...].sharding == model.layers[0].kernel[...].sharding
+
+
 def test_annotated_modules(spmd_mesh):
     kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
     with nnx.use_eager_sharding(False):
