@@ -264,7 +264,7 @@ def test_modules_are_born_split(spmd_mesh):
 
     model, optimizer = spmd(init, mesh=spmd_mesh, parameter_shardings=EVERY)(jax.random.key(0))
     wanted, _ = init(jax.random.key(0))
-    assert_same(nnx.state(model, nnx.Param), nnx.state(wanted, nnx.Param), rtol=0)
+    assert_same(nnx.state(model, nnx.Param), nnx.state(wanted, nnx.Param), rtol=1e-6)
     assert_lies(nnx.state(model, nnx.Param), EVERY, spmd_mesh)
     moment = optimizer.opt_state[0].mu["layers"][0]["kernel"]
     assert moment[...].sharding == model.layers[0].kernel[...].sharding
