@@ -24,6 +24,7 @@ from pypto_spmd.collectives import lowering, planner
 from pypto_spmd.collectives.graph import build_graph
 from pypto_spmd.collectives.program import Program
 from pypto_spmd.collectives.splices import fuse_splices
+from pypto_spmd.collectives.padding import is_uneven, pad_uneven
 from pypto_spmd.collectives.trace import report
 from pypto_spmd.collectives.uniform import without_needless
 from pypto_spmd.mesh import DeviceMesh
@@ -60,6 +61,7 @@ class CallOptions:
         x64: whether the function is traced with 64-bit types, whatever JAX's setting is.
     """
 
+        pads: whether dims that given layouts do not divide are padded.
     mesh: DeviceMesh
     objective: str
     lower_to: str
@@ -70,6 +72,7 @@ class CallOptions:
     x64: bool = False
 
     def scope(self) -> AbstractContextManager[Any]:
+    pads: bool = False
         """In what the function, and all that is derived from it, is traced."""
         return jax.enable_x64(True) if self.x64 else nullcontext()
 
@@ -92,13 +95,15 @@ class Call:
 spmd_call_p = Primitive("spmd_call")
 spmd_call_p.multiple_results = True
 
-_inlining: ContextVar[DeviceMesh | None] = ContextVar("pypto_spmd_inlining", default=None)
+_inlining: ContextVar[tuple[DeviceMesh | None, bool]] = ContextVar(
+    "pypto_spmd_inlining", default=(None, False)
+)
 
 
 @contextmanager
-def inlining(mesh: DeviceMesh) -> Iterator[None]:
+def inlining(mesh: DeviceMesh, pads: bool = False) -> Iterator[None]:
     """While an SPMD function is traced, calls inside are not planned by themselves: it inlines them."""
-    token = _inlining.set(mesh)
+    token = _inlining.set((mesh, pads))
     try:
         yield
     finally:
@@ -107,7 +112,12 @@ def inlining(mesh: DeviceMesh) -> Iterator[None]:
 
 def inlining_mesh() -> DeviceMesh | None:
     """The mesh of the SPMD function that the code which runs now is being traced for, if any."""
-    return _inlining.get()
+    return _inlining.get()[0]
+
+
+def inlining_pads() -> bool:
+    """Whether that function pads dims that layouts do not divide."""
+    return _inlining.get()[1]
 
 
 def hoist_consts(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[Any, ...]]:
@@ -120,9 +130,18 @@ def hoist_consts(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[Any, ...]]:
 @lru_cache(maxsize=CACHED_PROGRAMS)
 def program_of(call: Call) -> Program:
     """Plans a call; the program is made once."""
-    options = call.options
-    return planner.make_program(
-        fuse_splices(without_needless(build_graph(call.jaxpr, options.argument_names))),
+    options, layouts = call.options, call.layouts
+    graph = without_needless(build_graph(call.jaxpr, options.argument_names))
+    notes: tuple[str, ...] = ()
+    if options.pads:
+        with options.scope():
+            uneven = pad_uneven(
+                graph, layouts.inputs, layouts.outputs, options.mesh.shape, options.result_names
+            )
+        graph, notes = uneven.graph, uneven.notes
+        layouts = CallLayouts(uneven.inputs, uneven.outputs)
+    program = planner.make_program(
+        fuse_splices(graph),
         mesh=options.mesh,
         inputs=call.layouts.inputs,
         outputs=call.layouts.outputs,
@@ -334,7 +353,16 @@ def _linearized(call: Call, active: tuple[bool, ...], inlined: bool) -> _Lineari
 
 
 def _planned(call: Call) -> CallLayouts:
-    program = program_of(call)
+    program, given, jaxpr = program_of(call), call.layouts, call.jaxpr
+    mesh = call.options.mesh.shape
+
+    def chosen(avals: Any, specs: Any, layouts: Any) -> tuple[PartitionSpec, ...]:
+        # What is split unevenly is whole at the boundary, and still to be split inside.
+        return tuple(
+            spec if is_uneven(spec, aval.shape, mesh) else layout.spec
+            for aval, spec, layout in zip(avals, specs, layouts, strict=True)
+        )
+
     return CallLayouts(
         tuple(layout.spec for layout in program.inputs),
         tuple(layout.spec for layout in program.outputs),

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from pypto_spmd.call import inlining_mesh, inlining_pads
 from pypto_spmd.errors import Fault, listed, raise_faults
 from pypto_spmd.numpy_body.array import NumpyArray
 from pypto_spmd.placing import mesh_of, parts_of
@@ -46,7 +47,8 @@ def constrain(x: Any, spec: Any) -> Any:
     arrays = [jnp.asarray(leaf) for leaf in leaves]
     faults: list[Fault] = []
     value = jax.tree.unflatten(tree, arrays)
-    specs = resolve(spec, value, mesh.described, role="value", faults=faults)
+    uneven = ("pad" if inlining_pads() else "error") if inlining_mesh() is not None else ""
+    specs = resolve(spec, value, mesh.described, role="value", uneven=uneven, faults=faults)
     raise_faults("constrain", faults)
     raise_faults("constrain", _part_faults(specs))
     results = [

@@ -130,7 +130,9 @@ def divisors_near(size: int, wanted: int) -> tuple[int, ...]:
     return tuple(sorted(nearest[:MOST_DIVISORS_SHOWN]))
 
 
-def divisibility_fix(dim: int, size: int, parts: int, axes: int, whole: str) -> str:
+def divisibility_fix(
+    dim: int, size: int, parts: int, axes: int, whole: str, option: str = ""
+) -> str:
     """The three ways out when a dim isn't divisible by the number of its shards.
 
     Args:
@@ -139,8 +141,10 @@ def divisibility_fix(dim: int, size: int, parts: int, axes: int, whole: str) -> 
         parts: How many shards it was to have: the product of its mesh axes' sizes.
         axes: How many mesh axes that product is of.
         whole: The spec that leaves the dim whole, as text.
+        option: What has the dim padded, as a person writes it; "" if nothing does.
     """
     padded = -(-size // parts) * parts
     sizes = listed([str(d) for d in divisors_near(size, parts)], "or")
     other = f"an axis of size {sizes}" if axes == 1 else f"axes whose sizes multiply to {sizes}"
-    return f"pad dim {dim} to {padded}, use {other}, or leave the dim whole: {whole}."
+    pad = f"let {option} pad" if option else "pad"
+    return f"{pad} dim {dim} to {padded}, use {other}, or leave the dim whole: {whole}."

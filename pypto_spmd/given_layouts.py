@@ -33,6 +33,7 @@ class GivenLayouts:
     out_shardings: Any
     parameter_shardings: Any
     parameter_argnames: frozenset[str]
+    uneven: str = "error"
 
     def mesh(self) -> DeviceMesh | Mesh | None:
         """The mesh of the first spec that has one."""
@@ -62,7 +63,10 @@ class GivenLayouts:
         names = [arguments.names[i] for i in order]
         in_order = tuple(described[i] for i in order)
         prefix = self._in_prefix(arguments, names, in_order, parameters, faults)
-        flat = iter(resolve(prefix, in_order, mesh, role="argument", names=names, faults=faults))
+        found = resolve(
+            prefix, in_order, mesh, role="argument", names=names, uneven=self.uneven, faults=faults
+        )
+        flat = iter(found)
         given = {
             name: tuple(next(flat) for _ in jax.tree.leaves(value))
             for name, value in zip(names, in_order, strict=True)
@@ -73,7 +77,9 @@ class GivenLayouts:
                 for name, value in zip(names, in_order, strict=True)
                 if self._is_parameter(name, value)
             ]
-            resolved = resolve_parameters(self.parameter_shardings, states, mesh, faults)
+            resolved = resolve_parameters(
+                self.parameter_shardings, states, mesh, faults, self.uneven
+            )
             given |= {
                 state.name: tuple(specs) for state, specs in zip(states, resolved, strict=True)
             }
@@ -87,7 +93,9 @@ class GivenLayouts:
             mesh: the mesh.
             faults: what is wrong is added to this list.
         """
-        return resolve(self.out_shardings, result, mesh, role="result", faults=faults)
+        return resolve(
+            self.out_shardings, result, mesh, role="result", uneven=self.uneven, faults=faults
+        )
 
     def of_new_states(
         self,
@@ -133,7 +141,7 @@ class GivenLayouts:
         if not found:
             return out_specs
         states = [*known, *(argument for argument, _ in found)]
-        resolved = resolve_parameters(self.parameter_shardings, states, mesh, faults)
+        resolved = resolve_parameters(self.parameter_shardings, states, mesh, faults, self.uneven)
         specs = list(out_specs)
         for (_, start), of_part in zip(found, resolved[len(known) :], strict=True):
             specs[start : start + len(of_part)] = of_part

@@ -51,6 +51,7 @@ def spmd(
     objective: str = "standard",
     lower_to: str = "shard_map",
     strict: bool = False,
+    uneven: str = "error",
     topology: Topology | Mapping[str, Link | str] | None = None,
 ) -> Any:
     """Makes a serial function run on a mesh, its communication planned.
@@ -81,6 +82,9 @@ def spmd(
         objective: "standard" for the textbook plan of textbook layouts, "bytes" for the fewest bytes.
         lower_to: "shard_map" to run exactly the plan, "jit" to give its layouts to XLA's partitioner.
         strict: whether a primitive without a rule is an error.
+        uneven: "error" where a spec splits a dim that its mesh axes do not divide; "pad" to store such
+            dims, and those that go with them, padded inside. At the boundary they have their true size,
+            and are whole.
         topology: the mesh's links, instead of its own.
 
     Returns:
@@ -113,6 +117,7 @@ def spmd(
     for option, value, known in (
         ("objective", objective, tuple(OBJECTIVES)),
         ("lower_to", lower_to, LOWER_TO),
+        ("uneven", uneven, UNEVEN),
     ):
         if value not in known:
             choices = listed([repr(choice) for choice in known], "or")
@@ -126,6 +131,7 @@ def spmd(
         frozenset(
             [parameter_argnames] if isinstance(parameter_argnames, str) else parameter_argnames
         ),
+        uneven=uneven,
     )
     options = _Options(used_mesh, layouts, objective, lower_to, strict, topology)
 
@@ -401,7 +407,7 @@ class SPMDFunction:
         x64 = function is not None
         options = CallOptions(
             mesh, self._options.objective, self._options.lower_to, self._options.strict, self.__name__,
-            arguments.leaf_names(), x64=x64,
+            arguments.leaf_names(), x64=x64, pads=self._options.layouts.uneven == "pad",
         )  # fmt: skip
         with options.scope():
             leaves, tree = jax.tree.flatten(arguments.values)
@@ -435,7 +441,7 @@ class SPMDFunction:
         layouts = self._options.layouts
         in_specs = layouts.of_arguments(arguments, described, self._signature.names, mesh, faults)
         try:
-            traced = trace(function, arguments, forms, self.__name__, mesh)
+            traced = trace(function, arguments, forms, self.__name__, mesh, pads=options.pads)
         except Exception:
             # Of a wrong spec and a failing function the spec is told first, being there first.
             raise_faults(self._subject(), faults)

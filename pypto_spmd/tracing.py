@@ -88,6 +88,8 @@ def trace(
     leaves: Sequence[Signed],
     name: str,
     mesh: DeviceMesh,
+    *,
+    pads: bool = False,
 ) -> Traced:
     """Traces a function at one call's arguments.
 
@@ -97,6 +99,7 @@ def trace(
         leaves: shape, dtype and weak type of its arrays.
         name: the function's name, for messages.
         mesh: the mesh it is to run on.
+        pads: whether dims that layouts do not divide are padded.
 
     Raises:
         ShardingError: if Python code asks a traced array for its value.
@@ -115,7 +118,7 @@ def trace(
 
     structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in leaves]
     try:
-        with inlining(mesh):
+        with inlining(mesh, pads):
             closed = jax.make_jaxpr(flat)(*structs)
     except tuple(_ASKED_FOR_VALUE) as error:
         does, instead = next(

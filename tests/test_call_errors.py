@@ -44,7 +44,8 @@ def test_a_size_that_is_not_divisible(spmd_mesh):
         "@spmd function 'step': argument params['w'] has shape f32[6,4].\n"
         "  PartitionSpec('model') splits dim 0 (size 6) over mesh axis 'model' (size 4), which does not "
         "divide it.\n"
-        "  Fix: pad dim 0 to 8, use an axis of size 1, 2, 3 or 6, or leave the dim whole: "
+        '  Fix: let uneven="pad" pad dim 0 to 8, '
+        "use an axis of size 1, 2, 3 or 6, or leave the dim whole: "
         "PartitionSpec(None)."
     )
 
@@ -66,7 +67,8 @@ def test_all_faults_at_once(spmd_mesh, method):
         "  2. argument params['w'] has shape f32[6,4].\n"
         "     PartitionSpec('model') splits dim 0 (size 6) over mesh axis 'model' (size 4), which does not "
         "divide it.\n"
-        "     Fix: pad dim 0 to 8, use an axis of size 1, 2, 3 or 6, or leave the dim whole: "
+        '     Fix: let uneven="pad" pad dim 0 to 8, '
+        "use an axis of size 1, 2, 3 or 6, or leave the dim whole: "
         "PartitionSpec(None).\n"
         "  3. argument 'x' has shape f32[5,8].\n"
         "     PartitionSpec('data', None, None) has 3 entries but the array has rank 2.\n"
@@ -101,7 +103,8 @@ def test_an_output_layout_that_cannot_be(spmd_mesh, x):
         "  2. result[1] has shape f32[5,8].\n"
         "     PartitionSpec(('data', 'model'), None) splits dim 0 (size 5) over mesh axes 'data' (size 2) "
         "and 'model' (size 4), whose product 8 does not divide it.\n"
-        "     Fix: pad dim 0 to 8, use axes whose sizes multiply to 1 or 5, or leave the dim whole: "
+        '     Fix: let uneven="pad" pad dim 0 to 8, '
+        "use axes whose sizes multiply to 1 or 5, or leave the dim whole: "
         "PartitionSpec(None, None)."
     )
 
@@ -206,7 +209,8 @@ def test_faults_of_a_hot_function(spmd_mesh, x):
         "@spmd function 'step': argument 'params' has shape f32[3,8].\n"
         "  PartitionSpec('data') splits dim 0 (size 3) over mesh axis 'data' (size 2), which does not "
         "divide it.\n"
-        "  Fix: pad dim 0 to 4, use an axis of size 1 or 3, or leave the dim whole: PartitionSpec(None)."
+        '  Fix: let uneven="pad" pad dim 0 to 4, '
+        "use an axis of size 1 or 3, or leave the dim whole: PartitionSpec(None)."
     )
     assert told(decorated, x, "a").splitlines()[0] == (
         "@spmd function 'step': argument 'x' is of type str: 'a'."

@@ -168,6 +168,9 @@ class AxisProblem:
                 if label.kind == "S":
                     self.asked.add(dims[output][label.dim])
                     self.constraints[index] = frozenset({label})
+                    if output in self.graph.padded:
+                        is_state = request.is_state[self.graph.padded[output]]
+                        (self.state if is_state else self.data).add(dims[output][label.dim])
                 else:
                     self.constraints[index] = frozenset({R, *map(S, open_dims(spec))})
         for _, _, links in self.facts.loops:

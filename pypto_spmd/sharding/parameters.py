@@ -110,7 +110,11 @@ def parameter_specs(tree: Any, shardings: Any, mesh: DeviceMesh, *, name: str = 
 
 
 def resolve_parameters(
-    shardings: Any, arguments: Sequence[Argument], mesh: DeviceMesh, faults: list[Fault]
+    shardings: Any,
+    arguments: Sequence[Argument],
+    mesh: DeviceMesh,
+    faults: list[Fault],
+    uneven: str = "",
 ) -> list[list[Specs]]:
     """One spec for each leaf of some arguments that are models or train states.
 
@@ -119,6 +123,7 @@ def resolve_parameters(
         arguments: the arguments, all together: one may hold the optimizer's state of another.
         mesh: the mesh.
         faults: what is wrong is added to this list.
+        uneven: what is done about dims that their axes do not divide, see `shape_faults`.
 
     Returns:
         For each argument the specs of its leaves, None where the planner chooses or where there is a
@@ -132,7 +137,7 @@ def resolve_parameters(
         leaves += found
         given += argument.given or (None,) * len(found)
         counts.append(len(found))
-    specs = _specs_of(shardings, leaves, given, mesh, faults)
+    specs = _specs_of(shardings, leaves, given, mesh, faults, uneven)
     split, start = [], 0
     for count in counts:
         split.append(list(specs[start : start + count]))
@@ -146,6 +151,7 @@ def _specs_of(
     given: Sequence[Specs],
     mesh: DeviceMesh,
     faults: list[Fault],
+    uneven: str,
 ) -> list[Specs]:
     if shardings is None or shardings is AUTO:
         return list(given)
@@ -155,7 +161,7 @@ def _specs_of(
     parameters = [i for i in asked if alone or not leaves[i].is_optimizer]
     followers = [i for i in asked if not alone and leaves[i].is_optimizer]
     known = [leaf for leaf, spec in zip(leaves, given, strict=True) if spec is not None]
-    form = _form_of(shardings, mesh, faults)
+    form = _form_of(shardings, mesh, faults, uneven)
     own = form.own([leaves[i] for i in parameters], [leaves[i] for i in followers], known, faults)
     specs = list(given)
     for i, spec in zip(parameters, own, strict=False):
@@ -206,16 +212,16 @@ class _Form(ABC):
         """
 
 
-def _form_of(shardings: Any, mesh: DeviceMesh, faults: list[Fault]) -> _Form:
+def _form_of(shardings: Any, mesh: DeviceMesh, faults: list[Fault], uneven: str) -> _Form:
     if isinstance(shardings, ParameterLayout):
         return _OfLayout(shardings, mesh)
     if is_spec(shardings):
         return _Fitted(spec_of(shardings, mesh, OPTION, faults), mesh)
     if is_rules(shardings):
-        return _Rules(tuple(shardings), mesh)
+        return _Rules(tuple(shardings), mesh, uneven)
     if callable(shardings) and not is_box(shardings) and one_level(shardings) is None:
-        return _Function(shardings, mesh)
-    return _Tree(shardings, mesh)
+        return _Function(shardings, mesh, uneven)
+    return _Tree(shardings, mesh, uneven)
 
 
 def is_rules(value: Any) -> bool:
@@ -291,6 +297,7 @@ class _Rules(_Form):
 
     rules: tuple[Any, ...]
     mesh: DeviceMesh
+    uneven: str
 
     def own(
         self,
@@ -302,7 +309,7 @@ class _Rules(_Form):
         rules = compiled_rules(self.rules, self.mesh, OPTION, faults)
         if rules is None:
             return [None] * (len(parameters) + len(followers))
-        specs = by_rules(rules, parameters, followers, known, self.mesh, faults)
+        specs = by_rules(rules, parameters, followers, known, self.mesh, faults, self.uneven)
         unmatched = [
             leaf
             for leaf, spec in zip(parameters, specs, strict=False)
@@ -384,6 +391,7 @@ def by_rules(
     known: Sequence[Leaf],
     mesh: DeviceMesh,
     faults: list[Fault],
+    uneven: str = "",
 ) -> list[Any]:
     """The spec of the first rule that matches each leaf, or UNMATCHED.
 
@@ -394,6 +402,7 @@ def by_rules(
         known: leaves that are laid out already, and only keep a rule from matching nothing.
         mesh: the mesh.
         faults: gets one for each rule that matches nothing, and for each that doesn't fit what it matches.
+        uneven: what is done about dims that their axes do not divide, see `shape_faults`.
     """
     leaves = [*parameters, *followers]
     about_parameters = [any(rule.matches(leaf) for leaf in (*parameters, *known)) for rule in rules]
@@ -412,16 +421,18 @@ def by_rules(
             fix = "correct the pattern, or take the rule out."
             faults.append(Fault(what, f"The paths are: {paths_text(parameters)}.", fix))
     for rule, of_rule in matched.items():
-        faults.extend(_misfits(rule, of_rule, mesh))
+        faults.extend(_misfits(rule, of_rule, mesh, uneven))
     return specs
 
 
-def _misfits(rule: Rule, leaves: Sequence[Leaf], mesh: DeviceMesh) -> list[Fault]:
+def _misfits(rule: Rule, leaves: Sequence[Leaf], mesh: DeviceMesh, uneven: str) -> list[Fault]:
     """One fault for all leaves that a rule matches and can't lay out."""
     if rule.spec is None:
         return []
     arrays = [leaf for leaf in leaves if leaf.shape]
-    wrong = [(leaf, shape_faults(rule.spec, mesh, leaf.shape, "")) for leaf in arrays]
+    wrong = [
+        (leaf, shape_faults(rule.spec, mesh, leaf.shape, "", uneven=uneven)) for leaf in arrays
+    ]
     wrong = [(leaf, found) for leaf, found in wrong if found]
     if not wrong:
         return []
@@ -439,6 +450,7 @@ class _Function(_Form):
 
     function: Callable[[str, Any], Any]
     mesh: DeviceMesh
+    uneven: str
 
     def own(
         self,
@@ -454,11 +466,13 @@ class _Function(_Form):
                 continue
             said = self.function(leaf.text, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
             where = f"{OPTION}({leaf.text!r}, {shape_text(leaf.shape, leaf.dtype)})"
-            specs.append(_exact(said, leaf, where, self.mesh, faults))
+            specs.append(_exact(said, leaf, where, self.mesh, faults, self.uneven))
         return [*specs, *[_AS_PARAMETER] * len(followers)]
 
 
-def _exact(said: Any, leaf: Leaf, where: str, mesh: DeviceMesh, faults: list[Fault]) -> Specs:
+def _exact(
+    said: Any, leaf: Leaf, where: str, mesh: DeviceMesh, faults: list[Fault], uneven: str
+) -> Specs:
     """A spec for one leaf, if it is one and fits."""
     if not is_spec(said):
         fix = "give PartitionSpec('axis', ...) with one entry a dim, or AUTO."
@@ -471,7 +485,11 @@ def _exact(said: Any, leaf: Leaf, where: str, mesh: DeviceMesh, faults: list[Fau
         return None
     shape = shape_text(leaf.shape, leaf.dtype)
     found = shape_faults(
-        spec, mesh, leaf.shape, f"parameter {quoted(leaf.name)} has shape {shape}."
+        spec,
+        mesh,
+        leaf.shape,
+        f"parameter {quoted(leaf.name)} has shape {shape}.",
+        uneven=uneven,
     )
     faults.extend(found)
     return None if found else spec
@@ -483,6 +501,7 @@ class _Tree(_Form):
 
     tree: Any
     mesh: DeviceMesh
+    uneven: str
 
     def own(
         self,
@@ -506,7 +525,10 @@ class _Tree(_Form):
                 continue
             used.add(place)
             label, entry = said[place]
-            specs.append(_exact(entry, leaf, label, self.mesh, faults) if leaf.shape else None)
+            spec = None
+            if leaf.shape:
+                spec = _exact(entry, leaf, label, self.mesh, faults, self.uneven)
+            specs.append(spec)
         for place, (label, entry) in said.items():
             if not missing and place not in used and entry is not None and entry is not AUTO:
                 self._differ(f"{label} is for nothing: there is no {'/'.join(place)}.", faults)

@@ -38,6 +38,7 @@ def resolve(
     names: Sequence[str] | None = None,
     label: str | None = None,
     are_parts: bool = False,
+    uneven: str = "",
     faults: list[Fault],
 ) -> list[PartitionSpec | None]:
     """Turns a pytree prefix of specs into one spec for each leaf.
@@ -54,13 +55,14 @@ def resolve(
         names: The arguments' names, for messages.
         label: What the specs are called in messages, ``in_shardings`` and its like by default.
         are_parts: Whether the leaves are one device's parts of the arrays that the specs are for.
+        uneven: What is done about dims that their axes do not divide, see `shape_faults`.
         faults: What is wrong is added to this list.
 
     Returns:
         For each leaf of the tree, in the order of ``jax.tree.flatten``, its spec, or None where the
         planner is to choose (and where there is a fault).
     """
-    walk = _Walk(mesh, role, are_parts, faults)
+    walk = _Walk(mesh, role, are_parts, uneven, faults)
     label = label or _PREFIX_NAME[role]
     if role == "result" and is_spec(prefix):
         return list(walk.spread(prefix, tree, _ROOT[role], label, to_scalars=False))
@@ -150,6 +152,7 @@ class _Walk:
     mesh: DeviceMesh
     role: Role
     are_parts: bool
+    uneven: str
     faults: list[Fault]
 
     def match(
@@ -189,7 +192,7 @@ class _Walk:
             what = f"{self._subject(path + keystr(below))} has shape {_shape_of(leaf)}."
             found = rank_faults(spec, leaf.shape, what)
             if not self.are_parts:
-                found = found or shape_faults(spec, self.mesh, leaf.shape, what)
+                found = found or shape_faults(spec, self.mesh, leaf.shape, what, uneven=self.uneven)
             self.faults.extend(found)
             yield None if found else spec
 

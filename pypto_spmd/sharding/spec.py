@@ -187,8 +187,12 @@ def rank_faults(spec: PartitionSpec, shape: Sequence[int], what: str) -> list[Fa
     return [Fault(what, why, fix if shape else "leave a scalar whole: PartitionSpec().")]
 
 
+UNEVEN = ("error", "pad")
+"""What `spmd` can do about dims that their mesh axes do not divide."""
+
+
 def shape_faults(
-    spec: PartitionSpec, mesh: DeviceMesh, shape: Sequence[int], what: str
+    spec: PartitionSpec, mesh: DeviceMesh, shape: Sequence[int], what: str, *, uneven: str = ""
 ) -> list[Fault]:
     """What is wrong with a spec, itself right on the mesh, for an array of this shape.
 
@@ -197,10 +201,13 @@ def shape_faults(
         mesh: The mesh.
         shape: The shape of the whole array.
         what: The sentence that says which array this is.
+        uneven: What is done about dims that their axes do not divide, if that is a matter of choice: of
+            :data:`UNEVEN`. Padded ones are right.
     """
     faults = rank_faults(spec, shape, what)
-    if faults:
+    if faults or uneven == "pad":
         return faults
+    option = 'uneven="pad"' if uneven else ""
     text = spec_text(spec)
     for dim, (size, axes) in enumerate(zip(shape, entries(spec), strict=False)):
         parts = prod(mesh.shape[axis] for axis in axes)
@@ -215,5 +222,7 @@ def shape_faults(
         left = list(spec.partitions)
         left[dim] = None
         whole = spec_text(PartitionSpec(*left))
-        faults.append(Fault(what, why, divisibility_fix(dim, size, parts, len(axes), whole)))
+        faults.append(
+            Fault(what, why, divisibility_fix(dim, size, parts, len(axes), whole, option))
+        )
     return faults

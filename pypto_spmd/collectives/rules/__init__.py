@@ -9,6 +9,7 @@ from pypto_spmd.collectives.rules import (  # noqa: F401  (importing a family re
     elementwise,
     fft,
     indexing,
+    filling,
     kernels,
     linalg,
     ordering,

@@ -141,3 +141,15 @@ def _bitcast(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval,
     names = dim_names(len(longer) - narrow)
     dims = [" ".join([*names, "_"] if len(a.shape) > len(names) else names) for a in (*ins, *outs)]
     return factor_rule(f"{dims[0]} -> {dims[1]}", [ins[0].shape], [outs[0].shape])
+
+
+ELEMENTWISE = frozenset(
+    [
+        *_NONLINEAR,
+        *_LINEAR,
+        *_MONOTONE,
+        *("copy", "div", "name", "convert_element_type", "reduce_precision", "select_n"),
+        "stop_gradient",
+    ]
+)
+"""The primitives of this family whose results' elements each depend on the operands' at the same place."""
