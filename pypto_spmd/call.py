@@ -153,6 +153,7 @@ def program_of(call: Call) -> Program:
     )
 
 
+    return replace(program, plan=replace(program.plan, notes=(*program.plan.notes, *notes)))
 def shardings(call: Call) -> tuple[tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
     """The planned shardings of a call's operands and results."""
     program = program_of(call)
@@ -364,8 +365,8 @@ def _planned(call: Call) -> CallLayouts:
         )
 
     return CallLayouts(
-        tuple(layout.spec for layout in program.inputs),
-        tuple(layout.spec for layout in program.outputs),
+        chosen(jaxpr.in_avals, given.inputs, program.inputs),
+        chosen(jaxpr.out_avals, given.outputs, program.outputs),
     )
 
 
