@@ -22,9 +22,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pypto_spmd.collectives import lowering, planner
 from pypto_spmd.collectives.graph import build_graph
+from pypto_spmd.collectives.padding import is_uneven, pad_uneven
 from pypto_spmd.collectives.program import Program
 from pypto_spmd.collectives.splices import fuse_splices
-from pypto_spmd.collectives.padding import is_uneven, pad_uneven
 from pypto_spmd.collectives.trace import report
 from pypto_spmd.collectives.uniform import without_needless
 from pypto_spmd.mesh import DeviceMesh
@@ -59,9 +59,9 @@ class CallOptions:
         argument_names: the operands' names, for the same.
         result_names: the results' names, for the same; none are named if there are none.
         x64: whether the function is traced with 64-bit types, whatever JAX's setting is.
+        pads: whether dims that given layouts do not divide are padded.
     """
 
-        pads: whether dims that given layouts do not divide are padded.
     mesh: DeviceMesh
     objective: str
     lower_to: str
@@ -70,9 +70,9 @@ class CallOptions:
     argument_names: tuple[str, ...]
     result_names: tuple[str, ...] = ()
     x64: bool = False
+    pads: bool = False
 
     def scope(self) -> AbstractContextManager[Any]:
-    pads: bool = False
         """In what the function, and all that is derived from it, is traced."""
         return jax.enable_x64(True) if self.x64 else nullcontext()
 
@@ -143,17 +143,17 @@ def program_of(call: Call) -> Program:
     program = planner.make_program(
         fuse_splices(graph),
         mesh=options.mesh,
-        inputs=call.layouts.inputs,
-        outputs=call.layouts.outputs,
+        inputs=layouts.inputs,
+        outputs=layouts.outputs,
         is_state=call.is_state,
         objective=options.objective,
         strict=options.strict,
         function_name=options.function_name,
         result_names=options.result_names,
     )
-
-
     return replace(program, plan=replace(program.plan, notes=(*program.plan.notes, *notes)))
+
+
 def shardings(call: Call) -> tuple[tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
     """The planned shardings of a call's operands and results."""
     program = program_of(call)
@@ -472,6 +472,29 @@ def _batched(call: Call, dims: tuple[int | None, ...], size: int) -> _Derived:
     return _Derived(
         Call(jaxpr, layouts, is_state, _renamed(call.options, "batched", names)), consts
     )
+
+
+def _checked(
+    checked: ClosedJaxpr, errors: int, made: int, params: dict[str, Any]
+) -> Callable[..., list[Any]]:
+    """The call that also takes the errors found before it, and gives those found in it."""
+    call = Call(**{name: value for name, value in params.items() if name != "mesh_hint"})
+    return _checked_call(call, checked, errors, made)
+
+
+@lru_cache(maxsize=CACHED_PROGRAMS)
+def _checked_call(call: Call, checked: ClosedJaxpr, errors: int, made: int) -> _Derived:
+    jaxpr, consts = hoist_consts(checked)
+    leading = len(consts) + errors
+    layouts = CallLayouts(
+        (None,) * leading + call.layouts.inputs, (None,) * made + call.layouts.outputs
+    )
+    names = ["constant"] * len(consts) + ["error"] * errors + list(call.options.argument_names)
+    options = _renamed(call.options, "checked", names)
+    return _Derived(Call(jaxpr, layouts, (False,) * leading + call.is_state, options), consts)
+
+
+checkify_inside(spmd_call_p, _checked)
 
 
 def _with_dim(aval: Any, dim: int, size: int) -> jax.ShapeDtypeStruct:

@@ -28,6 +28,7 @@ from pypto_spmd.given_layouts import GivenLayouts
 from pypto_spmd.mesh import DeviceMesh, Topology, current_mesh
 from pypto_spmd.mesh.topology import Link
 from pypto_spmd.numpy_body import numpy_body, uses_numpy
+from pypto_spmd.sharding.spec import UNEVEN
 from pypto_spmd.state import next_values, state_flags
 from pypto_spmd.tracing import Traced, trace
 

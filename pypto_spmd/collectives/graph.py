@@ -109,14 +109,14 @@ class Graph:
         avals: the `Aval` of every tensor, by number.
         names: name of a tensor that has one (argument paths, outputs), by number.
         block: the function's body; its inputs are the function's flat arguments.
-    """
         padded: tensors that are an argument, padded and laid out as it was to be -> which argument.
+    """
 
     avals: tuple[Aval, ...]
     names: Mapping[int, str]
     block: Block
-
     padded: Mapping[int, int] = field(default_factory=dict)
+
     def blocks(self) -> Iterator[Block]:
         """All blocks, outer before inner."""
         yield from blocks_of(self.block)
