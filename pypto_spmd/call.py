@@ -474,29 +474,6 @@ def _batched(call: Call, dims: tuple[int | None, ...], size: int) -> _Derived:
     )
 
 
-def _checked(
-    checked: ClosedJaxpr, errors: int, made: int, params: dict[str, Any]
-) -> Callable[..., list[Any]]:
-    """The call that also takes the errors found before it, and gives those found in it."""
-    call = Call(**{name: value for name, value in params.items() if name != "mesh_hint"})
-    return _checked_call(call, checked, errors, made)
-
-
-@lru_cache(maxsize=CACHED_PROGRAMS)
-def _checked_call(call: Call, checked: ClosedJaxpr, errors: int, made: int) -> _Derived:
-    jaxpr, consts = hoist_consts(checked)
-    leading = len(consts) + errors
-    layouts = CallLayouts(
-        (None,) * leading + call.layouts.inputs, (None,) * made + call.layouts.outputs
-    )
-    names = ["constant"] * len(consts) + ["error"] * errors + list(call.options.argument_names)
-    options = _renamed(call.options, "checked", names)
-    return _Derived(Call(jaxpr, layouts, (False,) * leading + call.is_state, options), consts)
-
-
-checkify_inside(spmd_call_p, _checked)
-
-
 def _with_dim(aval: Any, dim: int, size: int) -> jax.ShapeDtypeStruct:
     shape = list(aval.shape)
     shape.insert(dim, size)
