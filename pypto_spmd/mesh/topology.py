@@ -8,7 +8,9 @@ the slowest link they cross.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from pypto_spmd.errors import Fault, listed, raise_faults, refuse
 
 if TYPE_CHECKING:
     from pypto_spmd.mesh.device_mesh import DeviceMesh
@@ -82,6 +84,9 @@ class Topology(Mapping[str, Link]):
     Args:
         links: Pairs of axis name and :class:`Link`, or a mapping, a link given by preset name too.
 
+    Raises:
+        ShardingError: For links that are none.
+
     Example:
         >>> Topology({"data": "infiniband_ndr", "model": "nvlink_h100"})["model"].latency_s
         3e-06
@@ -90,8 +95,17 @@ class Topology(Mapping[str, Link]):
     links: tuple[tuple[str, Link], ...]
 
     def __init__(self, links: Mapping[str, Link | str] | Sequence[tuple[str, Link | str]]) -> None:
-        pairs = links.items() if isinstance(links, Mapping) else links
-        made = tuple((axis, _as_link(link)) for axis, link in pairs)
+        if not isinstance(links, Mapping) and (isinstance(links, str) or not _are_pairs(links)):
+            refuse(
+                "Topology",
+                f"links is {links!r}.",
+                "Each mesh axis has a link of its own.",
+                "name them by axis: topology={'data': 'infiniband_ndr', 'model': 'nvlink_h100'}.",
+            )
+        pairs = tuple(links.items() if isinstance(links, Mapping) else links)
+        faults: list[Fault] = []
+        made = tuple((axis, _as_link(axis, link, faults)) for axis, link in pairs)
+        raise_faults("Topology", faults)
         object.__setattr__(self, "links", made)
 
     def __getitem__(self, axis: str) -> Link:
@@ -104,12 +118,23 @@ class Topology(Mapping[str, Link]):
         return len(self.links)
 
 
-def _as_link(link: Link | str) -> Link:
+def _are_pairs(links: Any) -> bool:
+    return isinstance(links, Sequence) and all(
+        isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
+        for pair in links
+    )
+
+
+def _as_link(axis: str, link: Any, faults: list[Fault]) -> Link:
     if isinstance(link, Link):
         return link
-    if link not in PRESETS:
-        raise ValueError(f"no link preset is called {link!r}; there are {', '.join(PRESETS)}")
-    return PRESETS[link]
+    if isinstance(link, str) and link in PRESETS:
+        return PRESETS[link]
+    what = f"the link of {axis!r} is {link!r}."
+    why = f"A link is a Link or the name of a preset, and these are {listed([*PRESETS])}."
+    fix = "use one of these names, or Link(latency_s=..., bandwidth_bytes_per_s=...)."
+    faults.append(Fault(what, why, fix))
+    return CPU
 
 
 def link_of_device_kind(kind: str) -> Link:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pypto_spmd import DeviceMesh
+from pypto_spmd import DeviceMesh, ShardingError
 from pypto_spmd.mesh import Link, Topology
 from pypto_spmd.mesh.topology import (
     CPU,
@@ -91,5 +91,29 @@ def test_links_by_device_kind(kind, link):
 def test_bad_links():
     with pytest.raises(ValueError, match="latency_s must be >= 0 and bandwidth_bytes_per_s > 0"):
         Link(latency_s=0.0, bandwidth_bytes_per_s=0.0)
-    with pytest.raises(ValueError, match="no link preset is called 'nvlnk'; there are cpu, nvl"):
-        Topology({"data": "nvlnk"})
+    with pytest.raises(ShardingError) as raised:
+        Topology({"data": "nvlnk", "model": 3})  # pyright: ignore[reportArgumentType]
+    presets = (
+        "cpu, nvlink_h100, nvlink_a100, infiniband_ndr, ethernet_100g, tpu_v4_ici, tpu_v5e_ici and "
+        "tpu_v5p_ici"
+    )
+    assert str(raised.value) == (
+        "Topology: 2 things are wrong.\n"
+        "  1. the link of 'data' is 'nvlnk'.\n"
+        f"     A link is a Link or the name of a preset, and these are {presets}.\n"
+        "     Fix: use one of these names, or Link(latency_s=..., bandwidth_bytes_per_s=...).\n"
+        "  2. the link of 'model' is 3.\n"
+        f"     A link is a Link or the name of a preset, and these are {presets}.\n"
+        "     Fix: use one of these names, or Link(latency_s=..., bandwidth_bytes_per_s=...)."
+    )
+
+
+@pytest.mark.parametrize("links", ["nvlink_h100", ["cpu"], 3])
+def test_links_have_an_axis_each(links):
+    with pytest.raises(ShardingError) as raised:
+        DeviceMesh([0, 1], ["a"], topology=links)
+    assert str(raised.value) == (
+        f"Topology: links is {links!r}.\n"
+        "  Each mesh axis has a link of its own.\n"
+        "  Fix: name them by axis: topology={'data': 'infiniband_ndr', 'model': 'nvlink_h100'}."
+    )
