@@ -1,7 +1,7 @@
 """pytest on fake meshes: ``--spmd-devices``, the ``spmd_mesh`` fixture and its marker.
 
 A test asks for the fixture and gets a mesh of simulated CPU devices, 2×4 with the axes ``data`` and
-``model`` unless its marker names another::
+``model`` (2×N/2 where the run says fewer devices than 8) unless its marker names another::
 
     @pytest.mark.spmd_mesh(data=2, model=4)
     def test_gemm(spmd_mesh):
@@ -62,16 +62,26 @@ def _devices_said(config: pytest.Config) -> int | None:
 def spmd_mesh(request: pytest.FixtureRequest) -> DeviceMesh:
     """A mesh of simulated CPU devices: data=2 × model=4, or as the marker ``spmd_mesh`` says."""
     marker = request.node.get_closest_marker("spmd_mesh")
-    axes = dict(USUAL_AXES if marker is None else marker.kwargs)
+    said = _devices_said(request.config)
+    axes = _usual_axes(said) if marker is None else dict(marker.kwargs)
     if marker is not None and (marker.args or not axes):
         pytest.fail("name the axes and their sizes: @pytest.mark.spmd_mesh(data=2, model=4)", False)
-    if _devices_said(request.config) is None:
+    if said is None:
         simulate.request_cpu_devices(USUAL_DEVICES)
     try:
         mesh = DeviceMesh.simulate(tuple(axes.values()), tuple(axes))
         _ = mesh.devices  # so that too few devices are this fixture's error, not the test's
+        return mesh
     except ShardingError as error:
-        size = prod(axes.values())
-        setting = f"run pytest with --spmd-devices={size} or set spmd_devices = {size} for it."
-        pytest.fail(f"{error}\n  In tests: {setting}", pytrace=False)
-    return mesh
+        problem = str(error)
+    size = prod(axes.values())
+    setting = f"run pytest with --spmd-devices={size} or set spmd_devices = {size} for it."
+    pytest.fail(f"{problem}\n  In tests: {setting}", pytrace=False)
+
+
+def _usual_axes(devices: int | None) -> dict[str, int]:
+    """Those of a test that names none, over no more devices than the run says."""
+    if devices is None or devices >= USUAL_DEVICES:
+        return USUAL_AXES
+    data = 2 if devices % 2 == 0 else 1
+    return {"data": data, "model": devices // data}

@@ -56,6 +56,8 @@ USE = "def test_use(spmd_mesh):\n    assert spmd_mesh.devices.shape == (2, 4)\n"
         (COUNT.format(5), (), "spmd_devices = 5"),
         (COUNT.format(6), ("--spmd-devices=6",), "spmd_devices = 5"),
         (USE + COUNT.format(8), (), ""),  # the fixture makes the usual eight
+        (USE.replace("(2, 4)", "(2, 2)") + COUNT.format(4), ("--spmd-devices=4",), ""),
+        (USE.replace("(2, 4)", "(1, 3)") + COUNT.format(3), (), "spmd_devices = 3"),
     ],
 )
 def test_how_many_devices_there_are(tmp_path, test, options, settings):
@@ -73,6 +75,7 @@ def test_too_few_devices(tmp_path):
         in printed
     )
     assert "  In tests: run pytest with --spmd-devices=8 or set spmd_devices = 8 for it." in printed
+    assert "another exception occurred" not in printed
 
 
 def test_a_backend_that_is_up_before_the_run_is_configured(tmp_path):
