@@ -175,21 +175,21 @@ def _block_to_send(
     leg: Leg, x: Any, axes: tuple[str, ...], sizes: AxisSizes, pairs: tuple[tuple[int, int], ...]
 ) -> Any:
     """The part of this device's block that its taker wants, where the target's blocks are smaller."""
-    dims = range(len(leg.source.dims))
-    finer = [leg.target.shards(d, sizes) // leg.source.shards(d, sizes) for d in dims]
+    rank = len(leg.source.dims)  # a key's words are dims behind these
+    finer = [leg.target.shards(d, sizes) // leg.source.shards(d, sizes) for d in range(rank)]
     if all(n == 1 for n in finer):
         return x
+    shape = [size // n for size, n in zip(x.shape, finer, strict=False)] + list(x.shape[rank:])
     devices = _places(axes, sizes)
     starts = np.zeros((len(devices), x.ndim), np.int32)
     for source, target in pairs:
         block = _block_index(leg.target, devices[target], sizes)
         # A block of the source holds `finer` blocks of the target along each dim.
-        starts[source] = [
-            b % n * (size // n) for b, n, size in zip(block, finer, x.shape, strict=True)
+        starts[source, :rank] = [
+            b % n * size for b, n, size in zip(block, finer, shape, strict=False)
         ]
     mine = jnp.asarray(starts)[lax.axis_index(axes)]
-    shape = [size // n for size, n in zip(x.shape, finer, strict=True)]
-    return lax.dynamic_slice(x, [mine[d] for d in dims], shape)
+    return lax.dynamic_slice(x, [mine[d] for d in range(x.ndim)], shape)
 
 
 @lru_cache(maxsize=10_000)
