@@ -1,6 +1,7 @@
 """What repeats in every training script: layouts by name, input, metrics, checkpoints, precision."""
 
 from pypto_spmd.sharding.parameters import ParameterLayout, parameter_specs
+from pypto_spmd.training.checkpoint import CheckpointError, CheckpointManager
 from pypto_spmd.training.input import Prefetched, prefetch
 from pypto_spmd.training.layouts import (
     Layout,
@@ -18,6 +19,8 @@ from pypto_spmd.training.stopping import Stop, graceful_stop
 
 __all__ = [
     "Batches",
+    "CheckpointError",
+    "CheckpointManager",
     "Layout",
     "MetricsLogger",
     "NonFiniteError",
