@@ -20,7 +20,9 @@ from jax.extend.core import ClosedJaxpr, Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from pypto_spmd._jax_internal import checkify_inside
 from pypto_spmd.collectives import lowering, planner
+from pypto_spmd.collectives.effects import unordered
 from pypto_spmd.collectives.graph import build_graph
 from pypto_spmd.collectives.padding import is_uneven, pad_uneven
 from pypto_spmd.collectives.program import Program
@@ -181,7 +183,7 @@ def _mesh_hint(mesh: DeviceMesh) -> ClosedJaxpr:
 
 @spmd_call_p.def_effectful_abstract_eval
 def _abstract_eval(*_: Any, jaxpr: ClosedJaxpr, **__: Any) -> tuple[list[Any], Any]:
-    return jaxpr.out_avals, lowering.unordered(jaxpr.effects)
+    return jaxpr.out_avals, unordered(jaxpr.effects)
 
 
 @spmd_call_p.def_impl
@@ -472,6 +474,29 @@ def _batched(call: Call, dims: tuple[int | None, ...], size: int) -> _Derived:
     return _Derived(
         Call(jaxpr, layouts, is_state, _renamed(call.options, "batched", names)), consts
     )
+
+
+def _checked(
+    checked: ClosedJaxpr, errors: int, made: int, params: dict[str, Any]
+) -> Callable[..., list[Any]]:
+    """The call that also takes the errors found before it, and gives those found in it."""
+    call = Call(**{name: value for name, value in params.items() if name != "mesh_hint"})
+    return _checked_call(call, checked, errors, made)
+
+
+@lru_cache(maxsize=CACHED_PROGRAMS)
+def _checked_call(call: Call, checked: ClosedJaxpr, errors: int, made: int) -> _Derived:
+    jaxpr, consts = hoist_consts(checked)
+    leading = len(consts) + errors
+    layouts = CallLayouts(
+        (None,) * leading + call.layouts.inputs, (None,) * made + call.layouts.outputs
+    )
+    names = ["constant"] * len(consts) + ["error"] * errors + list(call.options.argument_names)
+    options = _renamed(call.options, "checked", names)
+    return _Derived(Call(jaxpr, layouts, (False,) * leading + call.is_state, options), consts)
+
+
+checkify_inside(spmd_call_p, _checked)
 
 
 def _with_dim(aval: Any, dim: int, size: int) -> jax.ShapeDtypeStruct:

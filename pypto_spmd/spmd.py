@@ -263,6 +263,9 @@ class SPMDFunction:
                     return hot.run(*values)
             except (TypeError, ValueError):
                 pass  # tracers, other shapes or other layouts: told apart below
+            except jax.errors.JaxRuntimeError:
+                if not _is_staged():
+                    raise
         return self._call(args, kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> CommPlan:
@@ -329,7 +332,8 @@ class SPMDFunction:
         program = self._program(arguments)
         leaves = jax.tree.leaves(arguments.values)
         operands = [*program.captured, *leaves]
-        if inlining_mesh() is not None or any(isinstance(o, Tracer) for o in operands):
+        is_part = inlining_mesh() is not None or any(isinstance(o, Tracer) for o in operands)
+        if is_part or _is_staged():
             results = program.call(*operands)
             return arguments.take(jax.tree.unflatten(program.result_tree, results))
         described = next((leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)), None)
@@ -604,6 +608,11 @@ def _trace_context() -> tuple[Any, ...]:
             "jax_default_prng_impl",
         )
     )
+
+
+def _is_staged() -> bool:
+    """Whether the code that runs now is being traced by a function that is compiled, such as jax.jit's."""
+    return isinstance(jax.numpy.zeros((), bool), Tracer)
 
 
 def _is_weak(value: Any) -> bool:

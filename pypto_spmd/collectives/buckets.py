@@ -24,6 +24,7 @@ def bucket(items: list[Item], graph: Graph) -> list[Item]:
     maker = {value: place for place, item in enumerate(items) for value in _made(item)}
     needs = [{maker[v] for v in _read(item) if v in maker} for item in items]
     _join_barriers(items, needs)
+    _keep_order(items, needs)
     readers: list[list[int]] = [[] for _ in items]
     for place, makers in enumerate(needs):
         for m in makers:
@@ -71,6 +72,15 @@ def _join_barriers(items: list[Item], needs: list[set[int]]) -> None:
             together = joined.setdefault(id(item.equation.source), set())
             together |= needs[place]
             needs[place] = together
+
+
+def _keep_order(items: list[Item], needs: list[set[int]]) -> None:
+    """Has each item that acts on the world in order wait for the one before it."""
+    before: set[int] = set()
+    for place, item in enumerate(items):
+        if isinstance(item, DraftRun) and item.equation.acts_in_order:
+            needs[place] = needs[place] | before
+            before = {place}
 
 
 def _made(item: Item) -> Iterator[Value]:

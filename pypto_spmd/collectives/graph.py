@@ -21,6 +21,7 @@ from jax.extend.core import Var as JaxVar
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pypto_spmd.collectives.by_hand import names_axes
+from pypto_spmd.collectives.effects import ACTIONS, has_effects, is_ordered
 from pypto_spmd.collectives.region import Region
 from pypto_spmd.collectives.rules import Aval, Rule, factor_rule, rule_for
 from pypto_spmd.collectives.rules.user_rule import Misfit
@@ -99,6 +100,13 @@ class Equation:
     def is_backward(self) -> bool:
         """Whether the equation was made by transposing, that is, belongs to a backward pass."""
         return "transpose(" in self.scope
+
+    @property
+    def acts_in_order(self) -> bool:
+        """Whether it acts on the world and has to come after what acted before, itself or in a body."""
+        if self.bodies:
+            return any(e.acts_in_order for body in self.bodies for e in body.equations)
+        return self.name in ACTIONS and is_ordered(self.params)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -569,14 +577,7 @@ def _prune(block: Block, live_outputs: Sequence[bool] | None) -> tuple[Block, se
 def _has_effects(equation: Equation) -> bool:
     if equation.bodies:
         return any(_has_effects(e) for b in equation.bodies for e in b.equations)
-    name = equation.name
-    return "callback" in name or name in (
-        "debug_print",
-        "run_state",
-        "infeed",
-        "outfeed",
-        "checkify",
-    )
+    return has_effects(equation.name)
 
 
 def _prune_loop(equation: Equation, live: set[int]) -> Equation:

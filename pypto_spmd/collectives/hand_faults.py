@@ -1,8 +1,9 @@
-"""What a person wrote by hand and a plan can't hold: other meshes, groups that are no mesh axes."""
+"""What a person may write and a plan can't hold: other meshes, groups that are no mesh axes, checks."""
 
 from collections.abc import Iterator
 
 from pypto_spmd.collectives.by_hand import names_axes
+from pypto_spmd.collectives.effects import UNCHECKED
 from pypto_spmd.collectives.facts import inside_regions
 from pypto_spmd.collectives.graph import Equation, Graph
 from pypto_spmd.errors import Fault, listed
@@ -12,7 +13,7 @@ from pypto_spmd.sharding.spec import spec_text
 
 
 def hand_faults(graph: Graph, mesh: DeviceMesh) -> list[Fault]:
-    """The faults of regions, constraints and collectives.
+    """The faults of regions, constraints, collectives and checks.
 
     Args:
         graph: the traced function.
@@ -48,6 +49,13 @@ def _faults(equation: Equation, mesh: DeviceMesh, is_inside: bool) -> Iterator[F
             f"{equation.name}{place} has axis_index_groups.",
             "A step of the plan is between all devices along mesh axes.",
             "make a mesh that has the groups as an axis of its own.",
+        )
+    if equation.name == UNCHECKED:
+        yield Fault(
+            f"checkify.check{place} is in no checkified function.",
+            "An error that depends on values is a result, which checkify.checkify makes of it.",
+            "put checkify.checkify around it, inside or outside of @spmd, and throw() the error that it "
+            "returns.",
         )
     axes = _unplanned_axes(equation, mesh) if is_inside else []
     if axes:

@@ -8,32 +8,27 @@ Invariant: a tensor is looked up by its number and the layout in which it is rea
 again is dropped, so that tracing holds no more than the program does.
 """
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import io_callback
 from jax.extend import source_info_util
 from jax.sharding import Mesh, NamedSharding
 
 from pypto_spmd.collectives.by_hand import communicate, names_axes
+from pypto_spmd.collectives.effects import ACTIONS, act, first_token, is_ordered, sent_to_all
 from pypto_spmd.collectives.graph import Atom, Block, Constant, Equation, Graph
 from pypto_spmd.collectives.legs import place, run_leg
 from pypto_spmd.collectives.program import BlockSchedule, Convert, Program, Run, RunLoop
 from pypto_spmd.collectives.rules.context import Context
 from pypto_spmd.collectives.tagging import step_scope
-from pypto_spmd.errors import Fault, raise_faults, spmd_function
 from pypto_spmd.sharding.layout import Layout
-
-logger = logging.getLogger(__name__)
 
 Value = tuple[int, Layout]
 """A tensor in one layout."""
@@ -51,9 +46,6 @@ class _Barrier:
 
 
 _Item = Convert | Run | RunLoop | _Barrier
-
-_FIRE_ONCE = ("debug_callback", "debug_print", "io_callback")
-"""Primitives that act on the world, once for a call and not once a device."""
 
 
 def lower(program: Program) -> Callable[..., tuple[Any, ...]]:
@@ -100,29 +92,6 @@ def lower_with_constraints(program: Program, jax_mesh: Mesh) -> Callable[..., tu
     return _OnWholes(program, jax_mesh).run
 
 
-def unordered(effects: Set[Any]) -> Set[Any]:
-    """The effects that a program has on several devices, where JAX cannot keep their order.
-
-    Args:
-        effects: those of the serial function.
-    """
-    kept = {effect for effect in effects if not _is_ordered(effect)}
-    return kept if len(kept) == len(effects) else kept | _unordered_effects()
-
-
-def _is_ordered(effect: Any) -> bool:
-    return "Ordered" in str(effect)  # JAX has no public name for them
-
-
-@lru_cache(maxsize=1)
-def _unordered_effects() -> Set[Any]:
-    def act() -> None:
-        jax.debug.callback(lambda: None)
-        io_callback(lambda: None, None)
-
-    return frozenset(jax.make_jaxpr(act)().effects)
-
-
 class _Walk(ABC):
     """The walk over a schedule; subclasses say what a layout means for the arrays."""
 
@@ -133,6 +102,7 @@ class _Walk(ABC):
         self.exchanged: dict[
             int, Any
         ] = {}  # what rules' own collectives gave in this block, by step
+        self.token: Any = None  # of the last ordered action, None before the first
 
     @abstractmethod
     def place(self, value: Any, layout: Layout) -> Any:
@@ -216,21 +186,22 @@ class _Walk(ABC):
         length = equation.params["length"]
         body, schedule = equation.bodies[0], item.bodies[0]
 
-        def trip(values: tuple[Any, ...], scanned: tuple[Any, list[Any]]) -> tuple[Any, Any]:
+        def trip(values: tuple[Any, Any], scanned: tuple[Any, list[Any]]) -> tuple[Any, Any]:
+            self.token, carried = values
             index, slices = scanned[0], iter(scanned[1])
             xs = [
                 self.owned_slice(stack, index, axes) if axes else next(slices)
                 for stack, axes in zip(stacks, owners, strict=True)
             ]
-            results = self.block(schedule, body, (*held, *values, *xs), equation.scope)
-            return results[:carry], results[carry:]
+            results = self.block(schedule, body, (*held, *carried, *xs), equation.scope)
+            return (self.token, results[:carry]), results[carry:]
 
         # A stack that is dealt out cannot be scanned along: its slices are found by their index.
         index = jnp.arange(length, dtype=np.int32) if any(owners) else None
         scanned = [stack for stack, axes in zip(stacks, owners, strict=True) if not axes]
-        last, piles = lax.scan(
+        (self.token, last), piles = lax.scan(
             trip,
-            tuple(operands[consts:first_xs]),
+            (self._token_for(equation), tuple(operands[consts:first_xs])),
             (index, scanned),
             length=length,
             reverse=equation.params["reverse"],
@@ -244,26 +215,54 @@ class _Walk(ABC):
         cond_held = operands[:cond_consts]
         body_held = operands[cond_consts : cond_consts + body_consts]
 
-        def goes_on(values: tuple[Any, ...]) -> Any:
-            arguments = (*cond_held, *values)
+        def goes_on(values: tuple[Any, Any]) -> Any:
+            # A predicate hands no token on: its actions come after those before them, and that is all.
+            self.token, carried = values
+            arguments = (*cond_held, *carried)
             return self.block(item.bodies[0], equation.bodies[0], arguments, equation.scope)[0]
 
-        def trip(values: tuple[Any, ...]) -> tuple[Any, ...]:
-            arguments = (*body_held, *values)
-            return self.block(item.bodies[1], equation.bodies[1], arguments, equation.scope)
+        def trip(values: tuple[Any, Any]) -> tuple[Any, Any]:
+            self.token, carried = values
+            arguments = (*body_held, *carried)
+            results = self.block(item.bodies[1], equation.bodies[1], arguments, equation.scope)
+            return self.token, results
 
-        return lax.while_loop(goes_on, trip, tuple(operands[cond_consts + body_consts :]))
+        start = self._token_for(equation), tuple(operands[cond_consts + body_consts :])
+        self.token, last = lax.while_loop(goes_on, trip, start)
+        return last
 
     def _cond(self, item: RunLoop, operands: list[Any]) -> Sequence[Any]:
         equation = item.equation
 
-        def branch(schedule: BlockSchedule, body: Block) -> Callable[..., tuple[Any, ...]]:
-            return lambda *values: self.block(schedule, body, values, equation.scope)
+        def branch(schedule: BlockSchedule, body: Block) -> Callable[..., tuple[Any, Any]]:
+            def run(token: Any, *values: Any) -> tuple[Any, Any]:
+                self.token = token
+                results = self.block(schedule, body, values, equation.scope)
+                return self.token, results
+
+            return run
 
         branches = [branch(s, b) for s, b in zip(item.bodies, equation.bodies, strict=True)]
         index, *values = operands
+        index = lax.convert_element_type(index, np.int32)
         # Of two branches the false one comes first; an index out of range means the nearest branch.
-        return lax.switch(lax.convert_element_type(index, np.int32), branches, *values)
+        self.token, results = lax.switch(index, branches, self._token_for(equation), *values)
+        return results
+
+    def _token_for(self, equation: Equation) -> Any:
+        """The token that goes into a loop: there is one if its bodies act in order."""
+        if self.token is None and equation.acts_in_order:
+            self.token = first_token()
+        return self.token
+
+    def act(self, item: Run, operands: list[Any], axes: tuple[str, ...] = ()) -> Sequence[Any]:
+        """Runs an equation that acts on the world, on the first device along the axes."""
+        primitive, params = item.equation.primitive, item.equation.params
+        if not is_ordered(params):
+            return act(primitive, params, operands, None, axes)[0]
+        token = first_token() if self.token is None else self.token
+        results, self.token = act(primitive, params, operands, token, axes)
+        return results
 
 
 class _OnShards(_Walk):
@@ -299,8 +298,8 @@ class _OnShards(_Walk):
         assert rule is not None, equation.name
         if equation.name == "sharding_constraint":
             return operands
-        if equation.name in _FIRE_ONCE:
-            return self._fire_once(item, operands)
+        if equation.name in ACTIONS:
+            return self._act_once(item, operands)
         if names_axes(equation.name):
             with step_scope(item.by_hand) if item.by_hand >= 0 else nullcontext():
                 results = communicate(
@@ -326,22 +325,14 @@ class _OnShards(_Walk):
             assert x.shape == wanted, f"{equation.name} made {x.shape} where {wanted} was planned"
         return results
 
-    def _fire_once(self, item: Run, operands: list[Any]) -> Sequence[Any]:
-        """Calls back from the first device of the mesh only."""
-        equation = item.equation
-        if equation.outputs:
-            raise_faults(spmd_function(self.program.plan.function), [_returning_callback(equation)])
-
-        def call(*values: Any) -> None:
-            _call_back(equation, values)
-
-        # In a region, as in JAX's own, every device calls back with its own value.
-        axes = tuple(a for a in self.axis_sizes if a not in self.by_hand)
-        if axes:
-            lax.cond(lax.axis_index(axes) == 0, call, lambda *values: None, *operands)
-        else:
-            call(*operands)
-        return ()
+    def _act_once(self, item: Run, operands: list[Any]) -> Sequence[Any]:
+        """Acts on the first device of the mesh only; in a region on each, with its own values."""
+        axes = tuple(a for a, n in self.axis_sizes.items() if n > 1 and a not in self.by_hand)
+        results = self.act(item, operands, axes)
+        if item.by_hand < 0:
+            return results
+        with step_scope(item.by_hand):
+            return [sent_to_all(x, axes) for x in results]
 
 
 class _OnWholes(_Walk):
@@ -388,8 +379,8 @@ class _OnWholes(_Walk):
         equation = item.equation
         if equation.name == "sharding_constraint":
             results: Sequence[Any] = operands
-        elif equation.name in _FIRE_ONCE:
-            results = _call_back(equation, operands)
+        elif equation.name in ACTIONS:
+            results = self.act(item, operands)
         elif names_axes(equation.name):
             results = communicate(equation.primitive, equation.params, operands, self.axis_sizes)
         else:
@@ -469,22 +460,6 @@ def _bind(equation: Equation, operands: list[Any], params: Mapping[str, Any]) ->
     return _several(equation.primitive.bind(*operands, **bound))
 
 
-def _call_back(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-    """Binds a primitive that calls back, unordered: JAX orders no effects over several devices."""
-    params = dict(equation.params)
-    if params.get("ordered") or _is_ordered(params.get("effect")):
-        logger.warning(
-            "%s at %s asks for ordered=True, which JAX does not have on several devices: "
-            "calls come in any order",
-            equation.name,
-            equation.source,
-        )
-    if equation.name == "debug_callback":
-        jax.debug.callback(params["callback"], *operands)
-        return ()
-    return equation.primitive.bind(*operands, **{**params, "ordered": False})
-
-
 def _several(results: Any) -> Sequence[Any]:
     return results if isinstance(results, list | tuple) else (results,)
 
@@ -513,13 +488,4 @@ def _context(equation: Equation, outer: str) -> AbstractContextManager[Any]:
     return source_info_util.user_context(
         None if info is None else info.traceback,
         name_stack=names + source_info_util.new_name_stack(inner) if inner else names,
-    )
-
-
-def _returning_callback(equation: Equation) -> Fault:
-    place = f" at {equation.source}" if str(equation.source) else ""
-    return Fault(
-        f"{equation.name}{place} returns a value from a callback with effects.",
-        "It is to run once, on one device, and its value is to be on all of them.",
-        "use jax.pure_callback, which may run on every device, or pass the value in as an argument.",
     )

@@ -14,7 +14,8 @@ from pypto_spmd.collectives.axis import Request
 from pypto_spmd.collectives.by_hand import COLLECTIVES, axes_of, full_elements
 from pypto_spmd.collectives.drafts import DraftBlock, DraftConvert, DraftRun
 from pypto_spmd.collectives.explore import explorer
-from pypto_spmd.collectives.facts import read_graph
+from pypto_spmd.collectives.effects import ACTIONS
+from pypto_spmd.collectives.facts import inside_regions, read_graph
 from pypto_spmd.collectives.graph import Graph
 from pypto_spmd.collectives.hand_faults import hand_faults
 from pypto_spmd.collectives.inference import infer
@@ -256,6 +257,7 @@ class _Numbering:
         self.narrator = Narrator(layouts, parts)
         self.steps: list[CommStep] = []
         self.originals = originals(layouts.request.graph)
+        self.inside = inside_regions(layouts.request.graph)
         self.first: dict[Hashable, int] = {}
         # Steps that do for every equation that asks for the same.
         self.sent: dict[Hashable, int] = {}
@@ -322,8 +324,36 @@ class _Numbering:
                 )
                 if sent is not None:
                     self.sent[sent] = steps[factor, index]
-        by_hand = self._by_hand(draft) if equation.name in COLLECTIVES else -1
+        by_hand = -1
+        if equation.name in COLLECTIVES:
+            by_hand = self._by_hand(draft)
+        elif equation.name in ACTIONS and equation.outputs:
+            by_hand = self._sent_to_all(draft)
         return Run(equation, draft.operands, draft.results, splits, steps, by_hand)
+
+    def _sent_to_all(self, draft: DraftRun) -> int:
+        """The step that sends what a callback returns on one device to all; -1 if there are no others."""
+        equation = draft.equation
+        local = {a for a, inside in self.inside.items() if equation.index in inside.equations}
+        axes = tuple(a for a, n in self.axis_sizes.items() if n > 1 and a not in local)
+        avals = [self.layouts.request.graph.avals[t] for t in equation.outputs]
+        full = sum(prod(aval.shape) for aval in avals)
+        if not axes or not full:
+            return -1
+        return self._add(
+            "all_reduce",
+            axes,
+            full,
+            avals[0].itemsize,
+            repeat=draft.block.repeat,
+            op=equation.name,
+            tensor=self.narrator.tensor(equation.outputs[0]),
+            source=str(equation.source),
+            reason=f"{equation.name} runs on one device, and all need what it returns",
+            dtype=str(avals[0].dtype),
+            tensors=len(avals),
+            does=("sent to all", equation.index),
+        )
 
     def _by_hand(self, draft: DraftRun) -> int:
         """The step of a collective that a person wrote; -1 if there is nobody to communicate with."""
