@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.stages import Compiled, Lowered
 
 from pypto_spmd.call import Call, program_of, shardings
@@ -44,6 +45,16 @@ class Executable:
     def plan(self) -> CommPlan:
         """What it communicates."""
         return program_of(self.call).plan
+
+    @cached_property
+    def promotes(self) -> bool:
+        """Whether the function has numbers of one kind in several dtypes, so that weak types may matter."""
+        kinds = Counter(
+            "inexact" if jax.numpy.issubdtype(dtype, jax.numpy.inexact) else "integer"
+            for dtype in _dtypes(self.call.jaxpr.jaxpr)
+            if jax.numpy.issubdtype(dtype, jax.numpy.number)
+        )
+        return any(count > 1 for count in kinds.values())
 
     @cached_property
     def argument_shardings(self) -> tuple[Any, ...]:
@@ -125,6 +136,22 @@ class Executable:
             if found:
                 usable.append(place)
         return usable
+
+
+def _dtypes(jaxpr: Jaxpr) -> set[Any]:
+    """The dtypes of all that a function computes, and of what it takes and gives."""
+    atoms = [*jaxpr.invars, *jaxpr.outvars]
+    inner = []
+    for eqn in jaxpr.eqns:
+        atoms += [*eqn.invars, *eqn.outvars]
+        inner += [
+            leaf
+            for leaf in jax.tree.leaves(list(eqn.params.values()))
+            if isinstance(leaf, Jaxpr | ClosedJaxpr)
+        ]
+    found = {atom.aval.dtype for atom in atoms if hasattr(atom.aval, "dtype")}
+    bodies = (leaf.jaxpr if isinstance(leaf, ClosedJaxpr) else leaf for leaf in inner)
+    return found.union(*map(_dtypes, bodies))
 
 
 def _named(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -6,6 +6,7 @@ here and is told in this library's words, never in JAX's.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
-from pypto_spmd.arguments import Arguments, Signature, Static, is_array, signed
+from pypto_spmd.arguments import Arguments, Signature, Static, signed
 from pypto_spmd.call import Call, CallLayouts, CallOptions, inlining_mesh, program_of
 from pypto_spmd.collectives.objective import OBJECTIVES
 from pypto_spmd.collectives.plan import CommPlan
@@ -193,7 +194,9 @@ class _Hot:
         keywords: names of the keyword arguments, in the order of the call.
         statics: the static arguments.
         mesh: the mesh, if it is not the function's own.
-        scalars: places and weak types of scalars, which JAX's call doesn't tell apart.
+        context: JAX's settings that the program was traced under.
+        weak: which arrays are of a weak type, if a program for others could have other results; JAX's
+            call doesn't tell them apart.
         types: types of the arrays, if NumPy's and JAX's arrays mean different rules.
     """
 
@@ -203,7 +206,8 @@ class _Hot:
     keywords: tuple[str, ...]
     statics: tuple[tuple[int, Static], ...]
     mesh: DeviceMesh | None
-    scalars: tuple[tuple[int, bool], ...]
+    context: tuple[Any, ...]
+    weak: tuple[bool, ...] | None
     types: tuple[type, ...] | None
 
     def values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
@@ -219,9 +223,12 @@ class _Hot:
             if Static(static.name, value) != static:
                 return None
         values += keywords.values()
-        if any(_is_weak(values[place]) is not weak for place, weak in self.scalars):
+        if self.weak is None and self.types is None:
+            return values
+        leaves = jax.tree.leaves(values)
+        if self.weak is not None and tuple(map(_is_weak, leaves)) != self.weak:
             return None
-        if self.types is not None and tuple(map(type, jax.tree.leaves(values))) != self.types:
+        if self.types is not None and tuple(map(type, leaves)) != self.types:
             return None
         return values
 
@@ -254,7 +261,7 @@ class SPMDFunction:
             ShardingError: for arguments, specs or code that can't be, all faults at once.
         """
         hot = self._hot
-        if hot is not None:
+        if hot is not None and hot.context == _trace_context():
             try:
                 if hot.plain and not kwargs:
                     return hot.run(*args)
@@ -356,23 +363,20 @@ class SPMDFunction:
         return arguments.take(result)
 
     def _as_hot(self, program: Executable, arguments: Arguments, kwargs: Mapping[str, Any]) -> _Hot:
-        scalars = tuple(
-            (i, _is_weak(value))
-            for i, value in enumerate(arguments.values)
-            if is_array(value) and getattr(value, "shape", ()) == ()
-        )
         leaves = jax.tree.leaves(arguments.values)
+        weak = tuple(map(_is_weak, leaves)) if program.promotes else None
         types = tuple(map(type, leaves)) if self._may_be_numpy else None
         mesh = current_mesh() if self._default_mesh is None else None
         static_places = sum(place >= 0 for place, _ in arguments.statics)
         return _Hot(
             program.run,
-            not (arguments.statics or kwargs or scalars or types or mesh),
+            not (arguments.statics or kwargs or weak or types or mesh),
             arguments.positional + static_places,
             tuple(kwargs),
             arguments.statics,
             mesh,
-            scalars,
+            _trace_context(),
+            weak,
             types,
         )
 
@@ -595,19 +599,18 @@ def _tied(call: Call, next_of: Mapping[int, int]) -> Call:
     return replace(call, layouts=CallLayouts(call.layouts.inputs, tuple(outputs)))
 
 
+_SETTINGS = operator.attrgetter(
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_default_prng_impl",
+)
+
+
 def _trace_context() -> tuple[Any, ...]:
     """JAX's settings that change what a function is traced to."""
-    config = jax.config
-    return tuple(
-        getattr(config, name)
-        for name in (
-            "jax_enable_x64",
-            "jax_default_matmul_precision",
-            "jax_numpy_dtype_promotion",
-            "jax_numpy_rank_promotion",
-            "jax_default_prng_impl",
-        )
-    )
+    return _SETTINGS(jax.config)
 
 
 def _is_staged() -> bool:

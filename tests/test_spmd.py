@@ -231,6 +231,27 @@ def test_weak_types_are_told_apart(spmd_mesh, x):
     assert decorated(half, jnp.asarray(2.0)).dtype == jnp.bfloat16
 
 
+def test_weak_types_of_arrays_and_in_trees_are_told_apart(spmd_mesh, x):
+    half = jnp.asarray(x, jnp.bfloat16)
+    weak = jnp.broadcast_to(jnp.asarray(2.0), x.shape)
+    assert weak.weak_type
+    for factors in ((weak, x), ({"by": 2.0}, {"by": np.float32(2)})):
+        decorated = spmd(lambda a, s: jax.tree.leaves(s)[0] * a, mesh=spmd_mesh)
+        narrow, wide = factors
+        for factor, dtype in ((narrow, jnp.bfloat16), (wide, jnp.float32), (narrow, jnp.bfloat16)):
+            for _ in range(3):
+                assert decorated(half, factor).dtype == dtype
+
+
+def test_settings_of_jax_are_told_apart(spmd_mesh):
+    decorated = spmd(lambda a: a + jnp.arange(8.0), mesh=spmd_mesh)
+    ones = jnp.ones(8, jnp.float32)
+    for _ in range(2):
+        assert decorated(ones).dtype == jnp.float32
+        with jax.enable_x64(True):
+            assert decorated(ones).dtype == jnp.float64
+
+
 def test_static_arguments(spmd_mesh, x):
     calls = []
 
