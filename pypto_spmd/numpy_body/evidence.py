@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 _JAX_LIBRARIES = frozenset(
     {"jax", "jaxlib", "flax", "optax", "haiku", "equinox", "chex", "distrax", "jraph", "penzai"}
@@ -80,6 +81,8 @@ def library_of(value: Any) -> str | None:
     """
     if isinstance(value, jax.Array | np.ndarray | np.generic | np.dtype):
         return None
+    if value is PartitionSpec or isinstance(value, PartitionSpec):
+        return None  # what constrain takes in NumPy code too
     if isinstance(value, ModuleType):
         roots = {_root(value.__name__)}
     elif isinstance(value, type):
