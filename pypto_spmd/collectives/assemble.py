@@ -19,6 +19,7 @@ from pypto_spmd.collectives.links import Link, links_of
 from pypto_spmd.collectives.objective import Mobility, Option, move_cost
 from pypto_spmd.collectives.rules import Choice
 from pypto_spmd.collectives.rules.factor import Dims
+from pypto_spmd.collectives.together import scattered_together
 from pypto_spmd.sharding.layout import Label, Layout, P, R
 from pypto_spmd.sharding.redistribute import redistribution_bytes
 
@@ -74,12 +75,12 @@ class Layouts:
     def operand(self, equation: Equation, position: int) -> Layout:
         """The layout in which an equation reads an operand."""
         labels = {a: self.choice(equation, a).operands[position] for a in self.axes}
-        return self._of_equation(equation, labels, equation.rule.operands[position])
+        return self._of_equation(equation, labels, equation.ruled.operands[position])
 
     def result(self, equation: Equation, position: int) -> Layout:
         """The layout in which an equation makes a result."""
         labels = {a: self.choice(equation, a).results[position] for a in self.axes}
-        return self._of_equation(equation, labels, equation.rule.results[position])
+        return self._of_equation(equation, labels, equation.ruled.results[position])
 
     def splits(self, equation: Equation) -> dict[int, tuple[str, ...]]:
         """Which axes split each factor of an equation, outermost first."""
@@ -180,7 +181,7 @@ class Layouts:
 
 def assemble(request: Request, labelling: Labelling) -> Layouts:
     """The layouts of a labelling, with the nesting that costs least."""
-    layouts = Layouts(request, labelling, {}, {})
+    layouts = Layouts(request, scattered_together(request, labelling), {}, {})
     if len(labelling.axes) > 1:
         _Nesting(layouts).choose()
     return layouts
@@ -329,37 +330,33 @@ class _Nesting:
         if link.kind == "xs":
             stack = layouts.stack(link)
             labels = {a: stack.label(a) for a in layouts.axes}
-            return self._bytes(link.source, layouts.stored(link.source, labels), stack)
-        source = layouts.stored(link.source)
+            return self._bytes(link.tensor, layouts.stored(link.tensor, labels), stack)
+        source = layouts.stored(link.tensor)
         if link.kind == "ys":
-            return self._bytes(link.source, source, layouts.slice_of(layouts.pile(link.target)))
+            return self._bytes(link.tensor, source, layouts.slice_of(layouts.pile(link.target)))
         target = layouts.stored(link.target)
         if link.kind == "same" and source != target:
             return np.inf
         if link.kind == "enter":
-            entering = layouts.around(link.given, target)
+            entering = layouts.around(_given(link), target)
             labels = {a: entering.label(a) for a in layouts.axes}
-            return self._bytes(link.source, layouts.stored(link.source, labels), entering)
+            return self._bytes(link.tensor, layouts.stored(link.tensor, labels), entering)
         if link.kind == "leave":
             inside = layouts.inside(link.axes, link.target)
-            made = self._bytes(link.target, layouts.around(link.given, inside), target)
-            return made + self._bytes(link.source, source, inside)
+            made = self._bytes(link.target, layouts.around(_given(link), inside), target)
+            return made + self._bytes(link.tensor, source, inside)
         return self._bytes(link.target, source, target)
 
     def _add_ends(self) -> None:
         """Arguments and results whose layout is given."""
         request = self.layouts.request
-        ends = [
-            *zip(
-                self.graph.block.inputs, request.inputs, [False] * len(request.inputs), strict=True
-            )
-        ]
-        ends += zip(
-            self.graph.block.outputs, request.outputs, [True] * len(request.outputs), strict=True
-        )
+        block = self.graph.block
+        ends: list[tuple[Atom, Layout | None, bool]] = []
+        ends += [(t, g, False) for t, g in zip(block.inputs, request.inputs, strict=True)]
+        ends += [(a, g, True) for a, g in zip(block.outputs, request.outputs, strict=True)]
         for atom, given, leaving in ends:
             variable = self.tensor_variable.get(atom) if isinstance(atom, int) else None
-            if variable is None or given is None:
+            if variable is None or given is None or not isinstance(atom, int):
                 continue
             row = []
             for order in self.orders[variable]:
@@ -369,6 +366,12 @@ class _Nesting:
                 row.append(self._bytes(atom, *((stored, given) if leaving else (given, stored))))
             self.layouts.tensor_order.pop(atom, None)
             self._add([variable], np.array(row))
+
+
+def _given(link: Link) -> Layout:
+    """The layout that a region's spec gives a tensor that enters or leaves it."""
+    assert link.given is not None
+    return link.given
 
 
 def tensor_needs_order(layouts: Layouts, tensor: int) -> bool:

@@ -499,6 +499,11 @@ HEAD = 1  # the gradient of what the head reads
         (zero1(min_size=0), {"all_reduce": 1, "reduce_scatter": 38, "all_gather": 38}),
         (fsdp(), {"all_reduce": 2, "reduce_scatter": LARGE, "all_gather": LARGE}),
         (fsdp(min_size=0), {"all_reduce": 1, "reduce_scatter": 38, "all_gather": 38}),
+        # both axes at once, and nothing to put in order afterwards
+        (
+            fsdp(("data", "model"), min_size=0),
+            {"all_reduce": 1, "reduce_scatter": 38, "all_gather": 38},
+        ),
         # the loss too is a sum over the split vocabulary
         (tensor_parallel(), {"all_reduce": TRANSFORMER + VOCABULARY_SPLIT + HEAD + 1}),
         (
