@@ -163,7 +163,11 @@ _INLINED = {
     "remat": "jaxpr",
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
+    "composite": "jaxpr",
+    "custom_partitioning": "call",
     "custom_vmap_call": "call",
+    "linear_call": "callee",
+    "call_hi_primitive": "_prim",
     "spmd_call": "jaxpr",
 }
 """Primitives that only group equations -> the param with their jaxpr."""
@@ -263,7 +267,7 @@ class _Builder:
     def inline(
         self, eqn: JaxprEqn, inputs: tuple[Atom, ...], place: _Place, equations: list[Equation]
     ) -> tuple[Atom, ...]:
-        jaxpr, consts = _open(eqn.params[_INLINED[eqn.primitive.name]])
+        jaxpr, consts = _open(_called(eqn))
         if eqn.primitive.name in ("remat", "remat2", "checkpoint") and eqn.params.get(
             "differentiated"
         ):
@@ -476,6 +480,19 @@ def _open(closed: Any) -> tuple[Jaxpr, Sequence[Any]]:
     if hasattr(closed, "jaxpr"):
         return closed.jaxpr, closed.consts
     return closed, getattr(closed, "consts", ())
+
+
+def _called(eqn: JaxprEqn) -> Any:
+    """The jaxpr that an inlined call runs."""
+    name = _INLINED[eqn.primitive.name]
+    called = eqn.params[name] if name in eqn.params else eqn.params["call_jaxpr"]
+    if eqn.primitive.name != "call_hi_primitive":
+        return called
+
+    def expanded(*values: Any) -> list[Any]:
+        return jax.tree.leaves(called.expand(*jax.tree.unflatten(called.in_tree, values)))
+
+    return jax.make_jaxpr(expanded)(*(variable.aval for variable in eqn.invars))
 
 
 def _cast_constant(atom: Atom, target: Aval) -> Constant | None:

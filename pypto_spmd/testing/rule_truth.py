@@ -454,8 +454,14 @@ def _as_data(value: jax.Array) -> jax.Array:
     return jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
 
 
+_KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
+
+
 def _draw(random: np.random.Generator, like: jax.ShapeDtypeStruct) -> jax.Array:
     dtype = like.dtype
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        words = _draw(random, jax.eval_shape(jax.random.key_data, like))
+        return jax.random.wrap_key_data(words, impl=_KEYS[str(dtype)])
     if dtype == np.dtype(bool):
         return jnp.asarray(random.random(like.shape) < 0.5)
     if jnp.issubdtype(dtype, jnp.integer):

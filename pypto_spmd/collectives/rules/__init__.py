@@ -1,6 +1,7 @@
 """One small fact a primitive: how its dims correspond, and how it runs on shards."""
 
 from pypto_spmd.collectives.rules import (  # noqa: F401  (importing a family registers its rules)
+    annotations,
     communication,
     contraction,
     convolution,

@@ -30,3 +30,45 @@ def _dot_general(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[A
         works=True,
         bind=lambda ctx, *operands: ctx.bind(*operands, out_sharding=None),
     )
+
+
+@rule("scaled_dot")
+def _scaled_dot(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ...]) -> Rule:
+    # Each operand has a scale for each of its blocks: its dims are blocks and what is in one.
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = params["dimension_numbers"]
+    names = [
+        [f"{side}{d}" for d in range(len(a.shape))] for side, a in zip("mn", ins, strict=False)
+    ]
+    pairs = list(zip((*lhs_batch, *lhs_contract), (*rhs_batch, *rhs_contract), strict=True))
+    for left, right in pairs:
+        names[1][right] = names[0][left]
+    blocks = [[max(s, 1) for s in scale.shape] for scale in ins[2:]]
+    alike = {
+        names[0][a] for a, b in pairs if blocks[0][a] != blocks[1][b]
+    }  # blocks that don't match
+    sizes: dict[str, int] = {}
+    dims: list[list[str]] = [[], []]
+    scales: list[list[str]] = [[], []]
+    for side in (0, 1):
+        for name, count, size in zip(names[side], blocks[side], ins[side].shape, strict=True):
+            if name in alike or size % count:
+                dims[side].append("_")
+                scales[side].append("_")
+            elif count in (1, size):
+                dims[side].append(name)
+                scales[side].append("_" if count != size else name)
+            else:
+                sizes |= {name: count, f"{name}_inside": size // count}
+                dims[side].append(f"({name} {name}_inside)")
+                scales[side].append(name)
+    out = [dims[0][d] for d in lhs_batch]
+    out += [n for d, n in enumerate(dims[0]) if d not in (*lhs_batch, *lhs_contract)]
+    out += [n for d, n in enumerate(dims[1]) if d not in (*rhs_batch, *rhs_contract)]
+    return factor_rule(
+        f"{', '.join(' '.join(d) for d in (*dims, *scales))} -> {' '.join(out)}",
+        [a.shape for a in ins],
+        [a.shape for a in outs],
+        sizes=sizes,
+        reduce={names[0][d]: "sum" for d in lhs_contract},
+        works=True,
+    )

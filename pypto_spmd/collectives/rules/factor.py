@@ -207,6 +207,11 @@ def _unsplit_choices(rule: Rule) -> tuple[Choice, tuple[Choice, ...]]:
     return whole, tuple(linear)
 
 
+def can_split(rule: Rule, factor: int) -> bool:
+    """Whether there is a size at which a factor may be split over an axis."""
+    return rule.factors[factor].splittable and _split_choice(rule, factor) is not None
+
+
 def _may_split(rule: Rule, index: int, local_sizes: Sequence[int], axis_size: int) -> bool:
     factor = rule.factors[index]
     size = local_sizes[index]

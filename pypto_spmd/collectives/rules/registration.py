@@ -35,9 +35,9 @@ def register_rule(
 
     The notation is one group of dims for each operand and each result, `"i j, j k -> i k"`: a letter stands
     for a dim, `_` for one that must be whole, `...` for any number of dims, `(a b)` for a dim made of two,
-    the first the slower. Splitting a dim means running the same thing on the parts: every letter promises
-    that this is right. A letter that a result lacks is kept whole, unless `reduce` says how the parts'
-    results make the whole one.
+    the first the slower, `()` for a scalar. Splitting a dim means running the same thing on the parts:
+    every letter promises that this is right. A letter that a result lacks is kept whole, unless `reduce`
+    says how the parts' results make the whole one.
 
     With no target it is a decorator of functions. A decorated function is one equation of the plan, which
     is not looked into, and on each device is called again with the local arrays: this is the way for
@@ -76,8 +76,9 @@ def register_rule(
         ...     return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
         >>> mesh = DeviceMesh([0, 1], ["data"])
         >>> step = spmd(rms_norm, mesh=mesh, in_shardings=[PartitionSpec("data"), None])
-        >>> step.plan(jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((4,), "float32")).counts()
-        {}
+        >>> x, scale = jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((4,), "float32")
+        >>> step.plan(x, scale).wire_bytes
+        0
     """
     targets = [t for t in (primitive, ffi_target, pallas_kernel) if t is not None]
     subject = f"register_rule({notation!r})"

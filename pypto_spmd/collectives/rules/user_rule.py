@@ -1,7 +1,7 @@
 """Rules that users state: a factor string, checked when it is registered and again at each equation.
 
 The notation is that of `factor`, with `...` for any number of leading or inner dims that correspond to each
-other: `"... d, d -> ... d"`. Letters stand for dims; `_` is a dim that must be whole.
+other: `"... d, d -> ... d"`. Letters stand for dims; `_` is a dim that must be whole; `()` is a scalar.
 
 Invariant: a `UserRule` is right in itself (its names exist, its reductions are known). Whether it fits
 an equation's shapes is known only there, and told by `Misfit`.
@@ -244,6 +244,8 @@ def _parse(
 
 def _dims(text: str, notation: str, faults: list[Fault]) -> NamedDims:
     dims = []
+    if text.strip() == "()":
+        return ()
     for group, token, stray in _TOKEN.findall(text.strip()):
         if stray.isspace():
             continue
