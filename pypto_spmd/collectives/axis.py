@@ -189,7 +189,7 @@ class AxisProblem:
         found = self._holding(state_only)
         # A stack of layers is gathered, and its gradients scattered, slice by slice inside the loop.
         layers = {
-            dims[link.source][0]
+            dims[link.tensor][0]
             for _, _, links in self.facts.loops
             for link in links
             if link.kind == "xs" and link.source in state_only
@@ -269,7 +269,7 @@ class AxisProblem:
         whole_equations = self.inside.equations | constants.equations
         whole_tensors = self.inside.tensors | constants.tensors
         for index, known in self.facts.equations.items():
-            rule = known.equation.rule
+            rule = known.equation.ruled
             theirs = tuple(labels.choices[index] for labels in self.others)
             if index in whole_equations:
                 self.choice_lists[index] = _whole(rule, theirs, self.other_sizes, self.size)
@@ -317,10 +317,8 @@ class AxisProblem:
                 if equation.rule is None:
                     continue
                 for op, needs, results in _partial_makers(self.choice_lists[equation.index]):
-                    inputs = equation.inputs
-                    if needs and not any(
-                        isinstance(inputs[i], int) and op in ops[inputs[i]] for i in needs
-                    ):
+                    partial = [a for a in (equation.inputs[i] for i in needs) if isinstance(a, int)]
+                    if needs and not any(op in ops[a] for a in partial):
                         continue
                     for result in results:
                         ops[equation.outputs[result]].add(op)
@@ -362,7 +360,7 @@ class AxisProblem:
         variable = self._variable(len(found))
         self.choice_variables[index] = variable
         bundle = _equation_tables(
-            equation.rule,
+            equation.ruled,
             found,
             tuple(labels.choices[index] for labels in self.others),
             self.other_sizes,
@@ -501,6 +499,7 @@ class AxisProblem:
         return result
 
     def _free_output(self, atom: Atom, result: AxisLabels) -> Label:
+        assert isinstance(atom, int)  # a constant's label is R
         option = result.stored[atom]
         size, moves = self._stored_bytes(atom), self.mobility[atom]
         targets = [o[0] for o in self.domains[atom] if o[0].kind != "P"]

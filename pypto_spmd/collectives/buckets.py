@@ -57,7 +57,9 @@ def bucket(items: list[Item], graph: Graph) -> list[Item]:
             continue
         first = max(pending, key=lambda k: (max(heights[p] for p in pending[k]), -pending[k][0]))
         for place in pending.pop(first):
-            items[place].bucket = buckets
+            item = items[place]
+            if isinstance(item, DraftConvert):
+                item.bucket = buckets
             issue(place)
         buckets += 1
     return order

@@ -83,8 +83,7 @@ def dim_classes(graph: Graph, *, inner: bool = False) -> DimClasses:
 
 def factor_dims(equation: Equation) -> list[list[tuple[int, int]]]:
     """For each factor of an equation's rule, the (tensor, dim)s that it leads."""
-    rule = equation.rule
-    assert rule is not None
+    rule = equation.ruled
     found = []
     for places in _leading(rule):
         nodes = []
@@ -98,14 +97,13 @@ def factor_dims(equation: Equation) -> list[list[tuple[int, int]]]:
 
 def inner_dims(equation: Equation) -> list[list[tuple[int, int]]]:
     """For each factor of an equation's rule, all (tensor, dim)s that it is part of."""
-    rule = equation.rule
-    assert rule is not None
+    rule = equation.ruled
     found: list[list[tuple[int, int]]] = [[] for _ in rule.factors]
     for atoms, tensors in ((equation.inputs, rule.operands), (equation.outputs, rule.results)):
         for atom, dims in zip(atoms, tensors, strict=True):
             for d, dim in enumerate(dims):
-                for factor in dim if isinstance(atom, int) else ():
-                    if rule.factors[factor].size > 1:
+                for factor in dim:
+                    if isinstance(atom, int) and rule.factors[factor].size > 1:
                         found[factor].append((atom, d))
     return found
 

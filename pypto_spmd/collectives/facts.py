@@ -142,7 +142,7 @@ def made_of_constants(graph: Graph) -> Inside:
 
 
 def _batch_classes(known: EquationFacts):
-    rule = known.equation.rule
+    rule = known.equation.ruled
     if rule.works:
         for factor, classes in enumerate(known.factor_classes):
             tensors = (*rule.operands, *rule.results)
@@ -164,7 +164,7 @@ def _factor_classes(
 
 def _behind(equation: Equation, factor: int, dims: tuple[tuple[int, ...], ...]):
     """Classes of the dims in which a factor stands behind another."""
-    rule = equation.rule
+    rule = equation.ruled
     for atoms, tensors in ((equation.inputs, rule.operands), (equation.outputs, rule.results)):
         for atom, tensor in zip(atoms, tensors, strict=True):
             if isinstance(atom, int):

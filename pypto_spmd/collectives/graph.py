@@ -97,6 +97,12 @@ class Equation:
         return self.primitive.name
 
     @property
+    def ruled(self) -> Rule:
+        """The rule of an equation that is no loop."""
+        assert self.rule is not None
+        return self.rule
+
+    @property
     def is_backward(self) -> bool:
         """Whether the equation was made by transposing, that is, belongs to a backward pass."""
         return "transpose(" in self.scope
@@ -188,7 +194,7 @@ def build_graph(closed: ClosedJaxpr, names: Sequence[str] = ()) -> Graph:
         environment[var] = builder.new(aval_of(var))
         inputs.append(environment[var])
     builder.bind_consts(jaxpr, consts, environment)
-    equations, outputs = builder.run(jaxpr, environment, _Place(None, "", {}))
+    equations, outputs = builder.run(jaxpr, environment, _Place(Source.unknown(), "", {}))
     block, _ = _prune(Block(tuple(inputs), tuple(equations), outputs), None)
     block = _weigh(block, 1.0, 1)
     named = dict(zip(inputs, names, strict=False))
@@ -215,7 +221,7 @@ def aval_of(value: Any) -> Aval:
 class _Place:
     """Where an equation stands: the enclosing equation's source, scope, and equal equations so far."""
 
-    source: Source | None
+    source: Source
     scope: str
     seen: dict[Any, tuple[int, ...]]
 
@@ -317,7 +323,7 @@ class _Builder:
             equations.append(
                 Equation(
                     self.next(), lax.optimization_barrier_p, {}, (atom,), (output,), rule,
-                    place.source or Source.unknown(), place.scope,
+                    place.source, place.scope,
                 )
             )  # fmt: skip
             results.append(output)
@@ -339,7 +345,7 @@ class _Builder:
         equations.append(
             Equation(
                 self.next(), lax.sharding_constraint_p, params or {}, (atom,), (output,), _identity(aval),
-                place.source or Source.unknown(), place.scope, constraint=spec,
+                place.source, place.scope, constraint=spec,
             )
         )  # fmt: skip
         return output
@@ -363,7 +369,7 @@ class _Builder:
                 return (known,)
         if eqn.primitive.name == "reshape" and isinstance(inputs[0], int):
             source = self.reshaped.get(inputs[0])
-            if source is not None and self.avals[source].shape == eqn.outvars[0].aval.shape:
+            if source is not None and self.avals[source].shape == aval_of(eqn.outvars[0]).shape:
                 return (source,)  # there and back again
         # A collective's only effect is that it names an axis.
         pure = not eqn.effects or names_axes(eqn.primitive.name)
@@ -417,7 +423,7 @@ class _Builder:
             equations.append(
                 Equation(
                     self.next(), lax.slice_p, params, (operand,), (output,), rule,
-                    place.source or Source.unknown(), place.scope,
+                    place.source, place.scope,
                 )
             )  # fmt: skip
             results.append(output)

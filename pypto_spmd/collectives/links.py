@@ -33,6 +33,13 @@ class Link:
     weight: float
     source_shift: int = 0
     inside: bool = False
+
+    @property
+    def tensor(self) -> int:
+        """The source of a link that binds no constant."""
+        assert isinstance(self.source, int)
+        return self.source
+
     given: Layout | None = None
     axes: tuple[str, ...] = ()
 

@@ -145,7 +145,7 @@ class Narrator:
         if origin is None:
             return f"the {op} over {names} is still to be taken, {held}"
         equation, factor = origin
-        rule = equation.rule
+        rule = equation.ruled
         dims = [
             f"dim {d} of operand {i}"
             for i, dims in enumerate(rule.operands)

@@ -103,7 +103,7 @@ class CommPlan:
 
     def counts(self) -> dict[str, int]:
         """How many steps there are of each kind; a step inside a loop counts once."""
-        found = dict.fromkeys(KINDS, 0)
+        found: dict[str, int] = dict.fromkeys(KINDS, 0)
         for step in self.steps:
             found[step.kind] += 1
         return found
@@ -187,7 +187,7 @@ class CommPlan:
     def table(self) -> str:
         """The steps as an aligned text table, with a last line of totals."""
         header = ("#", "collective", "axes", "bytes", "wire", "times", "tensor", "source", "reason")
-        rows = [header]
+        rows: list[tuple[str, ...]] = [header]
         for s in self.steps:
             rows.append(
                 (

@@ -142,10 +142,10 @@ def _make_program(
     draft = schedule(layouts)
     numbering = _Numbering(layouts, fine_mesh, parts)
     block = numbering.block(draft)
-    on_mesh = tuple(
+    on_mesh = [
         tuple(joined(layout, parts) or layout for layout in found)
         for found in (block.inputs, block.outputs)
-    )
+    ]
     notes = [
         f"no rule for {name} at {place or 'an unknown line'}: runs whole" for name, place in missing
     ]
@@ -164,7 +164,7 @@ def _make_program(
         labelling.gap,
         explorer(request, labelling, names),
     )
-    return Program(graph, plan, block, *on_mesh, fine_mesh, parts)
+    return Program(graph, plan, block, on_mesh[0], on_mesh[1], fine_mesh, parts)
 
 
 def _settle_ends(layouts: Layouts, parts: Parts) -> Request:
@@ -202,8 +202,11 @@ def _layouts(
     single = [axis for axis, size in mesh.shape.items() if size == 1]
     found: list[Layout | None] = []
     for spec, aval in zip(specs, avals, strict=True):
-        layout = None if spec is None else Layout.from_spec(spec, len(aval.shape))
-        for axis in single if layout is not None else ():
+        if spec is None:
+            found.append(None)
+            continue
+        layout = Layout.from_spec(spec, len(aval.shape))
+        for axis in single:
             layout = layout.with_label(axis, R)
         found.append(layout)
     return tuple(found)

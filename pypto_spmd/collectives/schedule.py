@@ -141,11 +141,11 @@ class _BlockScheduler:
                 bound[link.target] = self.layouts.stored(link.target)
                 operands[position.operand(link.target)] = self.layouts.stack(link)
             elif link.kind == "same":
-                bound[link.target] = self.layouts.stored(link.source)
+                bound[link.target] = self.layouts.stored(link.tensor)
             elif link.kind == "carry":
                 wanted[position.body_output(link.target)] = self.layouts.stored(link.target)
             elif link.kind == "result":
-                results[link.target] = self.layouts.stored(link.source)
+                results[link.target] = self.layouts.stored(link.tensor)
             elif link.kind == "ys":
                 results[link.target] = self.layouts.pile(link.target)
                 place = position.pile(link.target)

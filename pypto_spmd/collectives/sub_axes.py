@@ -70,7 +70,7 @@ def _ends_within(facts: GraphFacts) -> Iterable[tuple[object, Layout | None]]:
 
 def _leading_factors(known: EquationFacts) -> Iterable[tuple[int, int, set[int]]]:
     """Size of the first factor of a dim of several, size of the second, and the classes of all its dims."""
-    rule = known.equation.rule
+    rule = known.equation.ruled
     for dims in (*rule.operands, *rule.results):
         for dim in dims:
             factors = [f for f in dim if rule.factors[f].size > 1]

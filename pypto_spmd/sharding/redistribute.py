@@ -57,7 +57,7 @@ class Leg:
         source: layout before.
         target: layout after.
         dims: the dim of each axis of `axes` that is gathered, scattered to or sliced (several axes may go
-            to different dims in one collective); for AllToAll the one dim that becomes split over all of them.
+            to different dims in one collective); for AllToAll the one dim that becomes split over all.
         from_dim: for AllToAll the dim that becomes whole over the axes.
         op: reduction of AllReduce, ReduceScatter and mask.
     """
@@ -261,7 +261,7 @@ def _permutations(
 def _is_finer(
     layout: Layout, target: Layout, shape: tuple[int, ...], axis_sizes: Mapping[str, int]
 ) -> bool:
-    """Whether one CollectivePermute leads to the target, each device first cutting a block of it out of its own.
+    """Whether one CollectivePermute leads to the target, a block of it first being cut out of each device's own.
 
     The devices that hold one block of `layout` are then as many as those that want a block out of it.
     """
