@@ -29,6 +29,7 @@ from pypto_spmd.collectives.program import Program
 from pypto_spmd.collectives.splices import fuse_splices
 from pypto_spmd.collectives.trace import report
 from pypto_spmd.collectives.uniform import without_needless
+from pypto_spmd.collectives.wide_sums import with_wide_sums
 from pypto_spmd.mesh import DeviceMesh
 
 CACHED_PROGRAMS = 256
@@ -135,7 +136,7 @@ def hoist_consts(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[Any, ...]]:
 def program_of(call: Call) -> Program:
     """Plans a call; the program is made once."""
     options, layouts = call.options, call.layouts
-    graph = without_needless(build_graph(call.jaxpr, options.argument_names))
+    graph = without_needless(with_wide_sums(build_graph(call.jaxpr, options.argument_names)))
     notes: tuple[str, ...] = ()
     if options.pads:
         with options.scope():
