@@ -9,11 +9,13 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from pypto_spmd.arguments import Arguments, Signed, described, is_array
 from pypto_spmd.call import hoist_consts, inlining
 from pypto_spmd.errors import Fault, raise_faults, refuse, spmd_function
+from pypto_spmd.hoisting import lift_consts
 from pypto_spmd.mesh import DeviceMesh
 
 _PYTHON_VALUE = (
@@ -129,7 +131,7 @@ def trace(
         if _SHAPE_ERROR not in str(error):
             raise
         _explain(error, name, *_ASKED_FOR_SHAPE)
-    jaxpr, captured = hoist_consts(closed)
+    jaxpr, captured = hoist_consts(lift_consts(closed))
     results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jaxpr.out_avals]
     names = _captured_names(function, captured)
     return Traced(jaxpr, captured, names, jax.tree.unflatten(result_tree[-1], results))
@@ -178,4 +180,6 @@ def _captured_names(function: Callable[..., Any], captured: Sequence[Any]) -> tu
         known: dict[int, str] = {}
     else:
         known = {id(v): n for n, v in {**variables.globals, **variables.nonlocals}.items()}
-    return tuple(known.get(id(c), f"captured array {i}") for i, c in enumerate(captured))
+    # JAX takes a NumPy array from outside as a view of it.
+    arrays = [c if isinstance(c, jax.Array) else np.asarray(c).base for c in captured]
+    return tuple(known.get(id(a), f"captured array {i}") for i, a in enumerate(arrays))
