@@ -228,21 +228,21 @@ def _led_by(rule: Rule, index: int) -> tuple[Place, ...]:
 
 def _slice(equation: Equation, ins: tuple[Aval, ...], outs: tuple[Aval, ...]) -> Ties:
     # Rows at a static place are found there, whatever comes after the true ones.
+    strides = equation.params["strides"] or (1,) * len(ins[0].shape)
+    whole = [
+        n == m and step == 1
+        for n, m, step in zip(ins[0].shape, outs[0].shape, strides, strict=True)
+    ]
     ties = [
-        Tie((Place(False, 0, d), *([Place(True, 0, d)] if before == after else [])), before)
-        for d, (before, after) in enumerate(zip(ins[0].shape, outs[0].shape, strict=True))
+        Tie((Place(False, 0, d), *([Place(True, 0, d)] if is_whole else [])), ins[0].shape[d])
+        for d, is_whole in enumerate(whole)
     ]
 
     def params(padded: Padded) -> Mapping[str, Any]:
-        limits = zip(
-            padded.equation.params["limit_indices"],
-            padded.ins[0].shape,
-            padded.outs[0].shape,
-            padded.in_shapes[0],
-            strict=True,
-        )
-        whole = tuple(new if n == m else limit for limit, n, m, new in limits)
-        return {"limit_indices": whole}
+        limits = zip(whole, equation.params["limit_indices"], padded.in_shapes[0], strict=True)
+        return {
+            "limit_indices": tuple(size if is_whole else limit for is_whole, limit, size in limits)
+        }
 
     return Ties(tuple(ties), params=params)
 
@@ -370,7 +370,9 @@ def _gather(equation: Equation, ins: tuple[Aval, ...], outs: tuple[Aval, ...]) -
             params["indices_are_sorted"] = False
 
         def gathered(x: Any, indices: Any) -> Any:
-            indices = _within(indices, index_map, moving, padded, sizes, params["mode"])
+            # What is promised to be in bounds is clamped if it is not.
+            mode = _FILL_OR_DROP if params["mode"] == _FILL_OR_DROP else _CLIP
+            indices = _within(indices, index_map, moving, padded, sizes, mode)
             return lax.gather_p.bind(x, indices, **params)
 
         return gathered

@@ -153,7 +153,9 @@ def _gather(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, 
         sizes = _local_window(ctx, dims)
         if not _is_cut(ctx, dims):
             return ctx.bind(operand, indices, slice_sizes=sizes)
-        indices, outside = _in_block(ctx, dims, index_map, mode, indices)
+        # What is promised to be in bounds is clamped if it is not.
+        bounds = FILL_OR_DROP if mode == FILL_OR_DROP else CLIP
+        indices, outside = _in_block(ctx, dims, index_map, bounds, indices)
         found = ctx.bind(
             operand, indices, slice_sizes=sizes, mode=FILL_OR_DROP, fill_value=0,
             indices_are_sorted=params["indices_are_sorted"] and len(index_map) == 1,
