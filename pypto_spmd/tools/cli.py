@@ -23,15 +23,20 @@ FAILED = 1
 class Command(Protocol):
     """What a subcommand's module has."""
 
-    NAME: str
-    HELP: str
+    @property
+    def NAME(self) -> str:
+        """What it is called."""
+        ...
 
-    @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
+    @property
+    def HELP(self) -> str:
+        """What it does, as a clause."""
+        ...
+
+    def add_arguments(self, parser: argparse.ArgumentParser, /) -> None:
         """Adds the subcommand's arguments to its parser."""
 
-    @staticmethod
-    def run(arguments: argparse.Namespace) -> int:
+    def run(self, arguments: argparse.Namespace, /) -> int:
         """Does it, and gives the exit code."""
         ...
 

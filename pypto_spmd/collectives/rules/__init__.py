@@ -18,6 +18,7 @@ from pypto_spmd.collectives.rules import (  # noqa: F401  (importing a family re
     random,
     reduction,
     shape,
+    sorting,
     splice,
     window,
 )

@@ -189,9 +189,7 @@ _GROUPS = np.array([5, 3, 7, 1], np.int32)
 EXAMPLES: Mapping[str, Example] = dict(_elementwise()) | {
     "add_any": _of(lambda x: jax.vjp(lambda x: x * jnp.sin(x), x)[1](x), _f32(4, 8)),
     "integer_pow": _of(lambda x: x**3, _f32(4, 8)),
-    "polynomial": _of(
-        lambda x: lax.polynomial(x, (1.0, 2.0)) if hasattr(lax, "polynomial") else x, _f32(4, 8)
-    ),
+    "polynomial": _of(lambda x: _by_name("polynomial", x, (1.0, 2.0)), _f32(4, 8)),
     "clamp": _of(lambda x: lax.clamp(-1.0, x, 1.0), _f32(4, 8)),
     "complex": _of(lax.complex, _f32(4, 8), _f32(4, 8)),
     "igamma_grad_a": _of(lax.igamma_grad_a, _POSITIVE, _POSITIVE[::-1]),

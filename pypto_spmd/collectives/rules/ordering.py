@@ -1,12 +1,11 @@
-"""Primitives that compare elements along a dim: argmax, argmin, top_k, sort.
+"""Primitives that pick elements along a dim: argmax, argmin, top_k.
 
 Along a split dim each device finds its own candidates and where they stand in the whole; the devices
 exchange these few, and each picks among them by the primitive itself. The candidates come in the order of
 the dim, so that of equal ones the first is taken, as the primitive does.
 """
 
-from collections.abc import Mapping
-from math import prod
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,10 +16,10 @@ from jax import lax
 from pypto_spmd.collectives.rules.context import Context
 from pypto_spmd.collectives.rules.factor import Exchange, Rule, factor_rule
 from pypto_spmd.collectives.rules.moving import dim_names
+from pypto_spmd.collectives.rules.packing import from_words, to_words, word_bytes, words_of
 from pypto_spmd.collectives.rules.registry import Aval, rule
 
 _INDEX_BYTES = 4
-_MOST_WORD_BYTES = 4
 
 
 @rule("argmax", "argmin")
@@ -51,54 +50,71 @@ def _argmax(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, 
 
 @rule("top_k")
 def _top_k(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ...]) -> Rule:
-    axis, count = params["axis"] % len(ins[0].shape), params["k"]
-    names = dim_names(len(ins[0].shape))
+    axis = params["axis"] % len(ins[0].shape)
+    return _selection(ins[0], outs, axis, params["k"], lambda ctx, x: ctx.bind(x), {})
+
+
+@rule("approx_top_k")
+def _approx_top_k(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ...]) -> Rule:
+    axis = params["reduction_dimension"] % len(ins[0].shape)
+    size = params["reduction_input_size_override"]
+    recall_of = size if size >= 0 else ins[0].shape[axis]
+
+    def select(ctx: Context, x: jax.Array) -> Any:
+        return ctx.bind(x, reduction_input_size_override=recall_of)
+
+    # What is not aggregated to k depends on the size of the dim, and so on the number of devices.
+    count = params["k"] if params["aggregate_to_topk"] else 0
+    exact = {"recall_target": 1.0, "reduction_input_size_override": -1}
+    return _selection(ins[0], outs, axis, count, select, exact)
+
+
+def _selection(
+    operand: Aval,
+    outs: tuple[Aval, ...],
+    axis: int,
+    count: int,
+    select: Callable[[Context, jax.Array], Any],
+    changed: Mapping[str, Any],
+) -> Rule:
+    """The rule of a primitive that gives the `count` best values of a dim, and their indices.
+
+    Args:
+        operand: its operand.
+        outs: its results.
+        axis: the dim.
+        count: how many; 0 if the dim must stay whole.
+        select: takes those of a block.
+        changed: params of the primitive for taking them among the candidates.
+    """
+    names = dim_names(len(operand.shape))
     along = names[axis]
 
     def bind(ctx: Context, x: jax.Array) -> Any:
-        best, mine = ctx.bind(x)
         if not ctx.axes(along):
-            return best, mine
+            return ctx.bind(x)
+        best, mine = select(ctx, x)
         values, indices = _candidates(ctx, along, best, mine, x.shape[axis], axis)
-        best, winners = ctx.bind(values)
+        best, winners = ctx.bind(values, **changed)
         return best, jnp.take_along_axis(indices, winners, axis)
 
     right = " ".join("_" if n == along else n for n in names)
     return factor_rule(
         f"{' '.join(names)} -> {right}, {right}",
-        [ins[0].shape],
+        [operand.shape],
         [a.shape for a in outs],
-        exchanges={along: (_candidates_exchange(ins[0], axis, count),)},
+        exchanges={along: (_candidates_exchange(operand, axis, count),)},
         min_local={along: max(count, 1)},
         whole=() if count else (along,),
         bind=bind,
     )
 
 
-@rule("approx_top_k")
-def _approx_top_k(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ...]) -> Rule:
-    names = dim_names(len(ins[0].shape))
-    names[params["reduction_dimension"]] = "_"
-    dims = " ".join(names)
-    return factor_rule(f"{dims} -> {dims}, {dims}", [ins[0].shape], [a.shape for a in outs])
-
-
-@rule("sort")
-def _sort(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ...]) -> Rule:
-    names = dim_names(len(ins[0].shape))
-    names[params["dimension"]] = "_"
-    all_dims = ", ".join([" ".join(names)] * len(ins))
-    return factor_rule(f"{all_dims} -> {all_dims}", [a.shape for a in ins], [a.shape for a in outs])
-
-
-def _word_bytes(dtype: np.dtype) -> int:
-    return min(np.dtype(dtype).itemsize, _MOST_WORD_BYTES)
-
-
 def _candidates_exchange(operand: Aval, axis: int, count: int) -> Exchange:
     """The exchange of `count` candidates a device: of each its value and its index, in one."""
-    word = _word_bytes(operand.dtype)
-    words = (operand.itemsize + _INDEX_BYTES) // word
+    sizes = (operand.itemsize, _INDEX_BYTES)
+    word = word_bytes(sizes)
+    words = sum(words_of(size, word) for size in sizes)
     others = tuple(d for d in range(len(operand.shape)) if d != axis)
     what = "its candidate" if count == 1 else f"{count} candidates"
     return Exchange(
@@ -125,31 +141,10 @@ def _candidates(
         axis: the dim.
     """
     indices += ctx.index(factor) * block
-    dtype, shape = values.dtype, values.shape
-    word = jnp.dtype(f"uint{8 * _word_bytes(dtype)}")
-    if dtype == jnp.bool_:
-        values = lax.convert_element_type(values, jnp.uint8)
-    stored = values.dtype
-    parts = [_words(values, word), _words(indices, word)]
-    packed = lax.concatenate(parts, len(shape))
+    word = word_bytes((values.dtype.itemsize, _INDEX_BYTES))
+    packed = to_words([values, indices], word)
     packed = ctx.exchange(
         factor, 0, lambda axes: lax.all_gather(packed, axes, axis=axis, tiled=True)
     )
-    cut = parts[0].shape[-1]
-    values = _from_words(packed[..., :cut], stored)
-    return (
-        lax.convert_element_type(values, dtype),
-        _from_words(packed[..., cut:], np.dtype("int32")),
-    )
-
-
-def _words(x: jax.Array, word: np.dtype) -> jax.Array:
-    """The elements as unsigned words, in a dim of their own."""
-    found = lax.bitcast_convert_type(x, word)
-    return found.reshape((*x.shape, prod(found.shape[x.ndim :])))
-
-
-def _from_words(words: jax.Array, dtype: np.dtype) -> jax.Array:
-    if words.shape[-1] == 1:
-        words = lax.squeeze(words, [words.ndim - 1])
-    return lax.bitcast_convert_type(words, dtype)
+    values, indices = from_words(packed, [values, indices], word)
+    return values, indices
