@@ -17,10 +17,10 @@ import time
 
 import numpy as np
 
-from pypto_spmd.collectives import min_plus
-from pypto_spmd.collectives.elimination import Problem, intern_table, solve
-from pypto_spmd.collectives.min_marginals import min_marginals
-from pypto_spmd.collectives.network import Network
+from pypto_spmd.collectives.solver import min_plus
+from pypto_spmd.collectives.solver.elimination import Problem, intern_table, solve
+from pypto_spmd.collectives.solver.min_marginals import min_marginals
+from pypto_spmd.collectives.solver.network import Network
 
 DEVICES = 8
 TOKENS, HIDDEN, WIDE = 8192, 768, 3072

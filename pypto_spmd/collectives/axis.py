@@ -13,11 +13,9 @@ from math import prod
 
 import numpy as np
 
-from pypto_spmd.collectives.elimination import Problem, Table, intern_table, solve
 from pypto_spmd.collectives.facts import NOTHING, EquationFacts, GraphFacts
 from pypto_spmd.collectives.graph import Atom, Constant, Equation, Graph
 from pypto_spmd.collectives.links import Link, predicates
-from pypto_spmd.collectives.min_marginals import min_marginals
 from pypto_spmd.collectives.objective import (
     COLLECTIVE_COST,
     FREE,
@@ -34,6 +32,8 @@ from pypto_spmd.collectives.objective import (
     store_table,
 )
 from pypto_spmd.collectives.rules import Choice, Rule, choices
+from pypto_spmd.collectives.solver.elimination import Problem, Table, intern_table, solve
+from pypto_spmd.collectives.solver.min_marginals import min_marginals
 from pypto_spmd.sharding.layout import Label, Layout, P, R, S, open_dims
 from pypto_spmd.sharding.redistribute import wire_bytes
 

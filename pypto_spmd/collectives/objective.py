@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 
 import numpy as np
 
-from pypto_spmd.collectives.min_plus import Table, intern_table
+from pypto_spmd.collectives.solver.min_plus import Table, intern_table
 from pypto_spmd.sharding.layout import IDEMPOTENT, Label
 from pypto_spmd.sharding.redistribute import wire_bytes
 

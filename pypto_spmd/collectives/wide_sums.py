@@ -84,7 +84,12 @@ class _Walk:
                     self._carried.update(held)
         self._blocked: set[int] = set()
         self._done: set[int] = set()
-        tops = [(e, e.inputs[0], self._avals[e.outputs[0]].dtype) for e in marked]
+        tops = [
+            (e, tensor, self._avals[e.outputs[0]].dtype)
+            for e in marked
+            for tensor in e.inputs
+            if isinstance(tensor, int)
+        ]
         while True:
             # What anything else reads as well stays narrow, and what is above it.
             self._reads: dict[int, set[tuple[int, int]]] = {}

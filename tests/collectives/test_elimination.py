@@ -9,16 +9,16 @@ import sys
 import numpy as np
 import pytest
 
-from pypto_spmd.collectives import min_plus, network
-from pypto_spmd.collectives.elimination import (
+from pypto_spmd.collectives.solver import min_plus, network
+from pypto_spmd.collectives.solver.elimination import (
     Infeasible,
     Problem,
     SearchFailed,
     intern_table,
     solve,
 )
-from pypto_spmd.collectives.min_marginals import min_marginals
-from pypto_spmd.collectives.network import Network
+from pypto_spmd.collectives.solver.min_marginals import min_marginals
+from pypto_spmd.collectives.solver.network import Network
 
 
 def random_problem(rng, *, forbidden=0.1, max_variables=7, max_arity=3):
@@ -317,7 +317,7 @@ def test_results_do_not_depend_on_what_is_remembered():
 SCRIPT = """
 import numpy as np
 from tests.collectives.test_elimination import ladder, random_problem
-from pypto_spmd.collectives.elimination import Infeasible, solve
+from pypto_spmd.collectives.solver.elimination import Infeasible, solve
 print(solve(ladder(50, np.random.default_rng(1))).labels)
 for seed in range(30):
     problem = random_problem(np.random.default_rng(seed), forbidden=0.0)

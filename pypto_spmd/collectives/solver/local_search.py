@@ -10,9 +10,9 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from pypto_spmd.collectives.labelling import Problem
-from pypto_spmd.collectives.min_plus import intern_table
-from pypto_spmd.collectives.network import Contradiction, Network
+from pypto_spmd.collectives.solver.labelling import Problem
+from pypto_spmd.collectives.solver.min_plus import intern_table
+from pypto_spmd.collectives.solver.network import Contradiction, Network
 
 WINDOWS = (1, 20, 60)
 WINDOW_ENTRIES = 50_000

@@ -16,10 +16,10 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from pypto_spmd.collectives import min_plus
-from pypto_spmd.collectives.elimination_order import cheapest_order
-from pypto_spmd.collectives.labelling import Problem
-from pypto_spmd.collectives.min_plus import Elimination, Table, View
+from pypto_spmd.collectives.solver import min_plus
+from pypto_spmd.collectives.solver.elimination_order import cheapest_order
+from pypto_spmd.collectives.solver.labelling import Problem
+from pypto_spmd.collectives.solver.min_plus import Elimination, Table, View
 
 Scope = tuple[int, ...]
 Factors = tuple[tuple[Scope, View], ...]

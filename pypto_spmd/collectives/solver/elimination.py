@@ -8,11 +8,11 @@ solved approximately, and the solution states how far it may be from the optimum
 
 import math
 
-from pypto_spmd.collectives.infeasibility import conflict
-from pypto_spmd.collectives.labelling import Infeasible, Problem, SearchFailed, Solution
-from pypto_spmd.collectives.local_search import improve
-from pypto_spmd.collectives.min_plus import Table, intern_table
-from pypto_spmd.collectives.network import MAX_ENTRIES, Contradiction, Network
+from pypto_spmd.collectives.solver.infeasibility import conflict
+from pypto_spmd.collectives.solver.labelling import Infeasible, Problem, SearchFailed, Solution
+from pypto_spmd.collectives.solver.local_search import improve
+from pypto_spmd.collectives.solver.min_plus import Table, intern_table
+from pypto_spmd.collectives.solver.network import MAX_ENTRIES, Contradiction, Network
 
 __all__ = [
     "Infeasible",

@@ -12,13 +12,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from pypto_spmd.collectives import min_plus
-from pypto_spmd.collectives.elimination import solve
-from pypto_spmd.collectives.infeasibility import conflict
-from pypto_spmd.collectives.labelling import Infeasible, Problem
-from pypto_spmd.collectives.local_search import improve
-from pypto_spmd.collectives.min_plus import intern_table
-from pypto_spmd.collectives.network import MAX_ENTRIES, Contradiction, Network, Step
+from pypto_spmd.collectives.solver import min_plus
+from pypto_spmd.collectives.solver.elimination import solve
+from pypto_spmd.collectives.solver.infeasibility import conflict
+from pypto_spmd.collectives.solver.labelling import Infeasible, Problem
+from pypto_spmd.collectives.solver.local_search import improve
+from pypto_spmd.collectives.solver.min_plus import intern_table
+from pypto_spmd.collectives.solver.network import MAX_ENTRIES, Contradiction, Network, Step
 
 
 def min_marginals(

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pypto_spmd.collectives.min_plus import Table
+from pypto_spmd.collectives.solver.min_plus import Table
 
 
 class Infeasible(ValueError):

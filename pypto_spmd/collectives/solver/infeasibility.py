@@ -4,9 +4,9 @@ from collections.abc import Collection
 
 import numpy as np
 
-from pypto_spmd.collectives.labelling import Problem
-from pypto_spmd.collectives.min_plus import Table, intern_table
-from pypto_spmd.collectives.network import Contradiction, Network
+from pypto_spmd.collectives.solver.labelling import Problem
+from pypto_spmd.collectives.solver.min_plus import Table, intern_table
+from pypto_spmd.collectives.solver.network import Contradiction, Network
 
 FEW = 400
 
