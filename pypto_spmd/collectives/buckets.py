@@ -5,10 +5,18 @@ in program order; when nothing else is left, the AllReduces with the longest way
 together with all that are ready and alike (critical-path list scheduling, Graham 1969). Alike are those
 over the same axes, with the same reduction and dtype, in the same pass (forward, or backward: the
 gradients).
+
+What is made inside :func:`bucketed` travels in buckets of at most so many bytes, each issued as soon as it
+is full: the first then need not wait for the last gradient.
 """
 
 import heapq
-from collections.abc import Hashable, Iterator
+import re
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from math import inf
+
+import jax
 
 from pypto_spmd.collectives.drafts import DraftConvert, DraftRun
 from pypto_spmd.collectives.graph import Equation, Graph
@@ -19,7 +27,24 @@ Value = tuple[int, Layout]
 """A tensor in one layout."""
 
 
-def bucket(items: list[Item], graph: Graph) -> list[Item]:
+_SCOPE = "pypto_spmd.bucket_bytes"
+_CAP = re.compile(rf"{_SCOPE}_(\d+)")
+
+
+@contextmanager
+def bucketed(most_bytes: int) -> Iterator[None]:
+    """Has the AllReduces of what is made inside travel in buckets of at most so many bytes.
+
+    One array that has more travels alone. Without it, all that can travel together does.
+
+    Args:
+        most_bytes: of one bucket.
+    """
+    with jax.named_scope(f"{_SCOPE}_{most_bytes}"):
+        yield
+
+
+def bucket(items: list[Item], graph: Graph, axis_sizes: Mapping[str, int]) -> list[Item]:
     """The items in their new order; those that travel together stand together and share a `bucket`."""
     maker = {value: place for place, item in enumerate(items) for value in _made(item)}
     needs = [{maker[v] for v in _read(item) if v in maker} for item in items]
@@ -29,7 +54,8 @@ def bucket(items: list[Item], graph: Graph) -> list[Item]:
     for place, makers in enumerate(needs):
         for m in makers:
             readers[m].append(place)
-    keys = _keys(items, graph)
+    keys, caps = _keys(items, graph)
+    sizes = [_bytes(item, graph, axis_sizes) for item in items]
     if not any(key is not None for key in keys):
         return items
     heights = _heights(keys, readers)
@@ -47,21 +73,29 @@ def bucket(items: list[Item], graph: Graph) -> list[Item]:
             if not missing[reader]:
                 heapq.heappush(ready, reader)
 
-    while ready or pending:
-        if ready:
-            place = heapq.heappop(ready)
-            if keys[place] is None:
-                issue(place)
-            else:
-                pending.setdefault(keys[place], []).append(place)
-            continue
-        first = max(pending, key=lambda k: (max(heights[p] for p in pending[k]), -pending[k][0]))
-        for place in pending.pop(first):
+    def issue_together(places: list[int]) -> None:
+        nonlocal buckets
+        for place in places:
             item = items[place]
             if isinstance(item, DraftConvert):
                 item.bucket = buckets
             issue(place)
         buckets += 1
+
+    while ready or pending:
+        if ready:
+            place = heapq.heappop(ready)
+            key = keys[place]
+            if key is None:
+                issue(place)
+                continue
+            together = pending.get(key, [])
+            if caps[place] < inf and sum(sizes[p] for p in [*together, place]) > caps[place]:
+                issue_together(pending.pop(key, []))
+            pending.setdefault(key, []).append(place)
+            continue
+        first = max(pending, key=lambda k: (max(heights[p] for p in pending[k]), -pending[k][0]))
+        issue_together(pending.pop(first))
     return order
 
 
@@ -101,10 +135,11 @@ def _read(item: Item) -> Iterator[Value]:
             yield atom, layout
 
 
-def _keys(items: list[Item], graph: Graph) -> list[Hashable]:
-    """What each AllReduce can travel with; None for everything else."""
+def _keys(items: list[Item], graph: Graph) -> tuple[list[Hashable], list[float]]:
+    """What each AllReduce can travel with, None for everything else; and the most bytes together."""
     producers: dict[int, Equation] = {}
     keys: list[Hashable] = []
+    caps = [inf] * len(items)
     for item in items:
         if isinstance(item, DraftRun):
             producers.update(dict.fromkeys(item.equation.outputs, item.equation))
@@ -113,10 +148,20 @@ def _keys(items: list[Item], graph: Graph) -> list[Hashable]:
             producer = producers.get(item.tensor)
             backward = producer is not None and producer.is_backward
             dtype = str(graph.avals[item.tensor].dtype)
-            keys.append((item.leg.axes, item.leg.op, dtype, backward))
+            said = _CAP.search(producer.scope) if producer is not None else None
+            caps[len(keys)] = int(said[1]) if said else inf
+            keys.append((item.leg.axes, item.leg.op, dtype, backward, said and said[1]))
         else:
             keys.append(None)
-    return keys
+    return keys, caps
+
+
+def _bytes(item: Item, graph: Graph, axis_sizes: Mapping[str, int]) -> int:
+    """Of an AllReduce, how many bytes are reduced."""
+    if isinstance(item, DraftRun) or item.leg.kind != "all_reduce":
+        return 0
+    aval = graph.avals[item.tensor]
+    return item.leg.full_elements(aval.shape, axis_sizes) * aval.itemsize
 
 
 def _heights(keys: list[Hashable], readers: list[list[int]]) -> list[int]:

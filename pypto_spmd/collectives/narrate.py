@@ -209,7 +209,7 @@ def _layer(scope: str) -> str:
     for word in ("transpose(", "jvp(", "vmap(", "checkpoint(", "rematted_computation"):
         text = text.replace(word, "")
     text = text.replace(")", "").strip("/")
-    return "/".join(p for p in text.split("/") if p)[-60:]
+    return "/".join(p for p in text.split("/") if p and not p.startswith("pypto_spmd."))[-60:]
 
 
 def _short(dtype: object) -> str:

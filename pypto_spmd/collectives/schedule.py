@@ -51,7 +51,7 @@ class _BlockScheduler:
                 self._equation(equation)
         for atom, layout in zip(self.block.outputs, self.outputs, strict=True):
             self._require(atom, layout, None)
-        items = bucket(self._read_later(), self.graph)
+        items = bucket(self._read_later(), self.graph, self.axis_sizes)
         return DraftBlock(self.block, self.inputs, items, self.outputs)
 
     def _read_later(self) -> list[DraftConvert | DraftRun]:

@@ -2,6 +2,7 @@
 
 from pypto_spmd.sharding.parameters import ParameterLayout, parameter_specs
 from pypto_spmd.training.checkpoint import CheckpointError, CheckpointManager
+from pypto_spmd.training.ddp import DistributedDataParallel
 from pypto_spmd.training.input import Prefetched, prefetch
 from pypto_spmd.training.layouts import (
     Layout,
@@ -13,21 +14,28 @@ from pypto_spmd.training.layouts import (
     zero1,
     zero2,
 )
+from pypto_spmd.training.loss_scale import LossScale, all_finite, choose
 from pypto_spmd.training.metrics import MetricsLogger, NonFiniteError
 from pypto_spmd.training.position import Batches, Resumable
+from pypto_spmd.training.precision import Policy
 from pypto_spmd.training.stopping import Stop, graceful_stop
 
 __all__ = [
     "Batches",
     "CheckpointError",
     "CheckpointManager",
+    "DistributedDataParallel",
     "Layout",
+    "LossScale",
     "MetricsLogger",
     "NonFiniteError",
     "ParameterLayout",
+    "Policy",
     "Prefetched",
     "Resumable",
     "Stop",
+    "all_finite",
+    "choose",
     "combine",
     "data_parallel",
     "flax_metadata",

@@ -294,7 +294,8 @@ class CheckpointManager:
         }
         faults = saved_state.mismatches(saved, wanted, where, partial=partial)
         targets = shardings_of(tree, leaves, values, shardings, mesh, faults)
-        if data is not None and record["data"] is None:
+        kept = record["data"]
+        if data is not None and kept is None:
             what = f"{where} has no position in the data."
             why = "It was saved without data=...."
             faults.append(Fault(what, why, "leave data out, and move the iterator by hand."))
@@ -319,8 +320,8 @@ class CheckpointManager:
             _as_wanted(array, value, saved[text], sharding)
             for array, value, text, sharding in zip(arrays, values, texts, targets, strict=True)
         ]
-        if data is not None:
-            data.set_state(_from_json(record["data"]["position"]))
+        if data is not None and kept is not None:
+            data.set_state(_from_json(kept["position"]))
         result = jax.tree.unflatten(jax.tree.structure(tree), restored)
         if modules is None:
             return result

@@ -324,7 +324,7 @@ class _Placer:
 
 
 def _placed(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    if sharding.mesh.devices.flat[0].platform == "cpu":
+    if next(iter(sharding.device_set)).platform == "cpu":
         array = array.copy()  # the device's memory may be that of the loader's buffer
     if jax.process_count() > 1:
         return jax.make_array_from_process_local_data(sharding, array)
