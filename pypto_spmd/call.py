@@ -79,6 +79,12 @@ class CallOptions:
         """In what the function, and all that is derived from it, is traced."""
         return jax.enable_x64(True) if self.x64 else nullcontext()
 
+    @contextmanager
+    def deriving(self) -> Iterator[None]:
+        """In what others are derived from it, its custom rules of differentiation being traced then."""
+        with self.scope(), inlining(self.mesh, self.pads):
+            yield
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -303,7 +309,7 @@ def _linearized(call: Call, active: tuple[bool, ...], inlined: bool) -> _Lineari
         linear_parts.append(jax.make_jaxpr(tangent)(*moving))
         return [*_merge(inexact, tracked, rest), *linear_parts[-1].consts]
 
-    with call.options.scope():
+    with call.options.deriving():
         primal, primal_consts = hoist_consts(jax.make_jaxpr(primal_and_residuals)(*avals))
     tangent, _ = hoist_consts(linear_parts[-1])
     jaxpr, count = primal.jaxpr, len(inexact)
@@ -424,7 +430,7 @@ def _transposed(call: Call, linear: tuple[bool, ...], live: tuple[bool, ...]) ->
 
         return list(jax.linear_transpose(forward, *linear_avals)(list(cotangents)))
 
-    with call.options.scope():
+    with call.options.deriving():
         closed = jax.make_jaxpr(backward)(*known_avals, *_where(live, out_avals, True))
     jaxpr, consts = hoist_consts(closed)
     layouts = CallLayouts(
@@ -462,7 +468,7 @@ def _batched(call: Call, dims: tuple[int | None, ...], size: int) -> _Derived:
         aval if dim is None else _with_dim(aval, dim, size)
         for aval, dim in zip(call.jaxpr.in_avals, dims, strict=True)
     ]
-    with call.options.scope():
+    with call.options.deriving():
         batched = jax.vmap(lambda *o: serial(*o), in_axes=dims, axis_size=size)
         jaxpr, consts = hoist_consts(jax.make_jaxpr(batched)(*structs))
     ranks = [len(aval.shape) for aval in call.jaxpr.in_avals]

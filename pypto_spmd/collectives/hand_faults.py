@@ -68,7 +68,7 @@ def _faults(equation: Equation, mesh: DeviceMesh, is_inside: bool) -> Iterator[F
 
 def _unplanned_axes(equation: Equation, mesh: DeviceMesh) -> list[str]:
     """The mesh axes over which an equation communicates in a way that is not known."""
-    if equation.rule is None or not equation.rule.reason.startswith("no rule"):
+    if names_axes(equation.name) or equation.rule is None or not equation.rule.reason:
         return []
     found: list[str] = []
     for name in ("axes", "axis_name"):

@@ -13,8 +13,8 @@ from pypto_spmd.collectives.assemble import Layouts, assemble
 from pypto_spmd.collectives.axis import Request
 from pypto_spmd.collectives.by_hand import COLLECTIVES, axes_of, full_elements
 from pypto_spmd.collectives.drafts import DraftBlock, DraftConvert, DraftRun
-from pypto_spmd.collectives.explore import explorer
 from pypto_spmd.collectives.effects import ACTIONS
+from pypto_spmd.collectives.explore import explorer
 from pypto_spmd.collectives.facts import inside_regions, read_graph
 from pypto_spmd.collectives.graph import Graph
 from pypto_spmd.collectives.hand_faults import hand_faults
@@ -249,6 +249,15 @@ def _sent(
     return id(draft.block), atom, layout, axes, rows, held
 
 
+def _straight_code(graph: Graph) -> dict[int, int]:
+    """For each block, by its id, the one that it is straight code of: of a region's the one around."""
+    found = {id(block): id(block) for block in graph.blocks()}
+    for equation, block in graph.equations():
+        if equation.region is not None:
+            found.update({id(body): found[id(block)] for body in equation.bodies})
+    return found
+
+
 class _Numbering:
     """Numbers the steps of a draft schedule in order of execution, and describes them."""
 
@@ -261,6 +270,7 @@ class _Numbering:
         self.steps: list[CommStep] = []
         self.originals = originals(layouts.request.graph)
         self.inside = inside_regions(layouts.request.graph)
+        self.runs_in = _straight_code(layouts.request.graph)
         self.first: dict[Hashable, int] = {}
         # Steps that do for every equation that asks for the same.
         self.sent: dict[Hashable, int] = {}
@@ -323,7 +333,12 @@ class _Numbering:
                     reason=f"{equation.name} along a dim split over "
                     f"{' and '.join(map(repr, axes))} exchanges {exchange.what or 'what it lacks'}",
                     dtype="",
-                    does=(id(draft.block), self._original(equation.outputs[0]), factor, index),
+                    does=(
+                        self.runs_in[id(draft.block)],
+                        self._original(equation.outputs[0]),
+                        factor,
+                        index,
+                    ),
                 )
                 if sent is not None:
                     self.sent[sent] = steps[factor, index]
@@ -409,7 +424,10 @@ class _Numbering:
             reason=self.narrator.reason(first),
             dtype=str(aval.dtype),
             tensors=len(members),
-            does=(id(first.block), *((self._original(m.tensor), m.leg) for m in members)),
+            does=(
+                self.runs_in[id(first.block)],
+                *((self._original(m.tensor), m.leg) for m in members),
+            ),
         )
 
     def _original(self, tensor: int) -> int:

@@ -65,7 +65,7 @@ def resolve(
     walk = _Walk(mesh, role, are_parts, uneven, faults)
     label = label or _PREFIX_NAME[role]
     if role == "result" and is_spec(prefix):
-        return list(walk.spread(prefix, tree, _ROOT[role], label, to_scalars=False))
+        return list(walk.spread(prefix, tree, _ROOT[role], label, to_scalars=are_parts))
     if role in _ROOT:
         return list(walk.match(prefix, tree, _ROOT[role], label))
     names = tuple(names) if names is not None else tuple(f"args[{i}]" for i in range(len(tree)))
