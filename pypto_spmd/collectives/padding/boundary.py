@@ -14,6 +14,7 @@ from math import prod
 
 from jax.sharding import PartitionSpec
 
+from pypto_spmd.collectives.facts import made_of_constants
 from pypto_spmd.collectives.graph import Atom, Equation, Graph, pruned
 from pypto_spmd.collectives.padding.rewrite import Code, Rewriter
 from pypto_spmd.collectives.padding.sizes import Ask, Sizes, stored_sizes
@@ -137,10 +138,12 @@ def _bounded(
     names = dict(zip(arguments, (graph.names.get(t, "") for t in block.inputs), strict=True))
     names |= {placed: names[arguments[position]] for placed, position in padded.items()}
     code.run(block)
+    constants = made_of_constants(graph).tensors  # whole everywhere, as they are
     results: list[Atom] = []
     for i, (atom, spec) in enumerate(zip(block.outputs, outputs, strict=True)):
         true = graph.aval(atom).shape
-        if isinstance(atom, int) and sizes.shapes[atom] != true and spec is not None:
+        is_split = isinstance(atom, int) and sizes.shapes[atom] != true and atom not in constants
+        if is_split and spec is not None:
             placed = code.constrained(code.known[atom], spec)
             names[placed] = _name(result_names, i)
             results.append(code.fitted(placed, true, true))
