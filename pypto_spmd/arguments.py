@@ -187,6 +187,18 @@ def signed(leaf: Any) -> Signed:
     return (tuple(leaf.shape), dtype, bool(getattr(leaf, "weak_type", False)))
 
 
+def narrowed(leaf: Any) -> Any:
+    """The array as JAX's rules have it: NumPy code may give back types that they don't allow.
+
+    Args:
+        leaf: an argument, or a part of one.
+    """
+    if isinstance(leaf, jax.Array) and isinstance(leaf.dtype, np.dtype):
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        return leaf if dtype == leaf.dtype else jax.lax.convert_element_type(leaf, dtype)
+    return leaf
+
+
 class Signature:
     """A function's parameters, and which of them are static or donated.
 

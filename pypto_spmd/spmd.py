@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
-from pypto_spmd.arguments import Arguments, Signature, Static, signed
+from pypto_spmd.arguments import Arguments, Signature, Static, narrowed, signed
 from pypto_spmd.call import Call, CallLayouts, CallOptions, inlining_mesh, program_of
 from pypto_spmd.collectives.objective import OBJECTIVES
 from pypto_spmd.collectives.plan import CommPlan
@@ -337,6 +337,8 @@ class SPMDFunction:
         """A call that may need a program, or is part of another one."""
         arguments = self._signature.bind(args, kwargs)
         program = self._program(arguments)
+        with program.call.options.scope():
+            arguments = replace(arguments, values=jax.tree.map(narrowed, arguments.values))
         leaves = jax.tree.leaves(arguments.values)
         operands = [*program.captured, *leaves]
         is_part = inlining_mesh() is not None or any(isinstance(o, Tracer) for o in operands)

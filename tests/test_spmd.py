@@ -243,6 +243,15 @@ def test_weak_types_of_arrays_and_in_trees_are_told_apart(spmd_mesh, x):
                 assert decorated(half, factor).dtype == dtype
 
 
+def test_what_numpy_code_gives_back_is_taken_by_jax_code(spmd_mesh):
+    a = np.random.default_rng(0).standard_normal((8, 8))
+    found = spmd(lambda a: np.dot(a, a), mesh=spmd_mesh, in_shardings=P("data"))(a)
+    assert found.dtype == np.float64
+    by_jax = spmd(lambda a: jnp.sin(a), mesh=spmd_mesh, in_shardings=P("data"))
+    for run in (by_jax, by_jax, jax.jit(lambda a: by_jax(a))):
+        np.testing.assert_allclose(run(found), np.sin(a @ a), rtol=1e-5, atol=1e-5)
+
+
 def test_settings_of_jax_are_told_apart(spmd_mesh):
     decorated = spmd(lambda a: a + jnp.arange(8.0), mesh=spmd_mesh)
     ones = jnp.ones(8, jnp.float32)
