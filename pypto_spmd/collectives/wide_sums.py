@@ -6,6 +6,9 @@ narrow array isn't there: the sum over the batch, a `dot_general` say, gives the
 transposes, reshapes and additions up to the cast work on that. Then the gradient can only be reduced in
 the wide type, and what each device adds up was never rounded to the narrow one.
 
+What something else reads in the narrow type too stays narrow, and so does what reaches the cast in any other
+way, such as through a loop of unknown length.
+
 Invariant: only the marked values change, and only by not being rounded on the way.
 """
 
