@@ -215,3 +215,18 @@ def test_a_call_on_known_arrays_in_a_compiled_function_is_part_of_it():
     np.testing.assert_allclose(jax.jit(lambda y: function(x) + y)(1.0), expected, rtol=1e-5)
     function(x)
     np.testing.assert_allclose(jax.jit(lambda y: function(x) + y)(1.0), expected, rtol=1e-5)
+
+
+@WAYS
+def test_how_an_array_lies_is_told_as_planned(lower_to):
+    seen = []
+
+    def run(x):
+        jax.debug.inspect_array_sharding(x * 2, callback=seen.append)
+        return x + 1
+
+    function = decorated(run, lower_to)
+    np.testing.assert_array_equal(function(X), X + 1)
+    (sharding,) = seen
+    assert sharding.is_equivalent_to(jax.NamedSharding(MESH.jax_mesh, SPLIT), 2)
+    function.plan(X).assert_counts()

@@ -22,13 +22,16 @@ from jax.extend.core import Primitive
 ACTIONS = ("debug_callback", "debug_print", "io_callback")
 """Primitives that act on the world."""
 
+INSPECTION = "inspect_sharding"
+"""The primitive that tells how an array lies, as the plan says, when the program is lowered."""
+
 UNCHECKED = "check"
 """The primitive of `checkify.check`, which nothing can run that `checkify.checkify` has not made code."""
 
 
 def has_effects(name: str) -> bool:
     """Whether a primitive is there for what it does, whatever becomes of its results."""
-    return name in ACTIONS or name == UNCHECKED
+    return name in ACTIONS or name in (INSPECTION, UNCHECKED)
 
 
 def is_ordered(params: Mapping[str, Any]) -> bool:

@@ -22,7 +22,14 @@ from jax.extend import source_info_util
 from jax.sharding import Mesh, NamedSharding
 
 from pypto_spmd.collectives.by_hand import communicate, names_axes
-from pypto_spmd.collectives.effects import ACTIONS, act, first_token, is_ordered, sent_to_all
+from pypto_spmd.collectives.effects import (
+    ACTIONS,
+    INSPECTION,
+    act,
+    first_token,
+    is_ordered,
+    sent_to_all,
+)
 from pypto_spmd.collectives.graph import Atom, Block, Constant, Equation, Graph
 from pypto_spmd.collectives.legs import place, run_leg
 from pypto_spmd.collectives.program import BlockSchedule, Convert, Program, Run, RunLoop
@@ -255,6 +262,12 @@ class _Walk(ABC):
             self.token = first_token()
         return self.token
 
+    def inspect(self, item: Run) -> Sequence[Any]:
+        """Tells how an array lies."""
+        mesh = self.program.mesh.jax_mesh
+        item.equation.params["callback"](NamedSharding(mesh, item.operands[0].spec))
+        return ()
+
     def act(self, item: Run, operands: list[Any], axes: tuple[str, ...] = ()) -> Sequence[Any]:
         """Runs an equation that acts on the world, on the first device along the axes."""
         primitive, params = item.equation.primitive, item.equation.params
@@ -300,6 +313,8 @@ class _OnShards(_Walk):
             return operands
         if equation.name in ACTIONS:
             return self._act_once(item, operands)
+        if equation.name == INSPECTION:
+            return self.inspect(item)
         if names_axes(equation.name):
             with step_scope(item.by_hand) if item.by_hand >= 0 else nullcontext():
                 results = communicate(
@@ -381,6 +396,8 @@ class _OnWholes(_Walk):
             results: Sequence[Any] = operands
         elif equation.name in ACTIONS:
             results = self.act(item, operands)
+        elif equation.name == INSPECTION:
+            results = self.inspect(item)
         elif names_axes(equation.name):
             results = communicate(equation.primitive, equation.params, operands, self.axis_sizes)
         else:

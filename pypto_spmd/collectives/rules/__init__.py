@@ -11,6 +11,7 @@ from pypto_spmd.collectives.rules import (  # noqa: F401  (importing a family re
     fft,
     filling,
     indexing,
+    inspection,
     kernels,
     linalg,
     ordering,

@@ -374,6 +374,7 @@ WITHOUT_EXAMPLE: Mapping[str, str] = {
     "psum_invariant": _CHECKED,
     "pvary": _CHECKED,
     "empty2": "is bound only by JAX itself",
+    "inspect_sharding": "gives nothing: it tells how its operand lies",
     "fill_end": "is bound only by the planner, where it pads dims",
     "with_memory_space_constraint": "is bound only for memories that CPUs do not have",
     "geqp3": "is bound only by JAX itself, when it lowers qr",
