@@ -722,8 +722,8 @@ def _takes(
             for shape, a in zip(local, application.ins, strict=True)
         ]
         try:
-            jax.jit(lambda *operands: _bind(application, operands)).lower(*arguments)
-            known[local] = True
+            lowered = jax.jit(lambda *operands: _bind(application, operands)).lower(*arguments)
+            known[local] = len(jax.tree.leaves(lowered.out_info)) == len(application.outs)
         except Exception:  # a primitive may refuse shapes by any error, some while it is lowered
             known[local] = False
     return known[local]

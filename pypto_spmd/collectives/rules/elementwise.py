@@ -17,7 +17,7 @@ _NONLINEAR = [
     "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "logistic",
     "sqrt", "rsqrt", "cbrt", "erf", "erfc", "erf_inv", "lgamma", "digamma", "is_finite",
     "integer_pow", "not", "population_count", "clz", "square", "one_minus_square", "pow", "atan2",
-    "rem", "mulhi", "nextafter", "xor", "shift_left", "shift_right_arithmetic",
+    "rem", "mulhi", "nextafter", "xor", "shift_right_arithmetic",
     "shift_right_logical", "eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "igamma",
     "igammac", "igamma_grad_a", "bessel_i0e", "bessel_i1e", "regularized_incomplete_beta",
     "polygamma", "polynomial", "zeta",
@@ -36,6 +36,7 @@ _LINEAR: dict[str, tuple[Linear, ...]] = {
     "add": _BOTH,
     "add_any": _BOTH,
     "sub": _BOTH,
+    "shift_left": _ONE,  # multiplies by a power of two
     "mul": _EITHER,  # (a + b) c = ac + bc, but not when c is partial too
     "optimization_barrier": (),
 }

@@ -30,6 +30,10 @@ WITHOUT_RULE: Mapping[str, str] = dict(
         ("asks for a layout, which the planner grants", "reshard sharding_constraint"),
         ("a product over devices of a hand-written region", "all_reduce_product"),
         ("its sizes are known only when it runs", "ragged_all_to_all"),
+        (
+            "stands for its namesake where shard_map checks what varies over devices",
+            "all_gather_invariant psum_invariant pvary",
+        ),
         (ONCE, "debug_callback debug_print io_callback"),
         ("is a Python function of whole arrays, of which nothing is known", "pure_callback"),
         ("gives other numbers on every call, so that no two devices would agree", "rng_uniform"),
