@@ -15,12 +15,10 @@ from jax.extend.core import Primitive
 
 COLLECTIVES = {
     "psum": "all_reduce",
-    "psum_invariant": "all_reduce",
     "pmax": "all_reduce",
     "pmin": "all_reduce",
     "all_reduce_product": "all_reduce",
     "all_gather": "all_gather",
-    "all_gather_invariant": "all_gather",
     "reduce_scatter": "reduce_scatter",
     "all_to_all": "all_to_all",
     "ppermute": "collective_permute",
@@ -28,8 +26,14 @@ COLLECTIVES = {
 }
 """Primitives that communicate -> the kind of their step."""
 
-LOCAL = ("axis_index", "pvary")
+LOCAL = ("axis_index",)
 """Primitives that name mesh axes and send nothing."""
+
+CHECKED = {"psum_invariant": lax.psum_p, "all_gather_invariant": lax.all_gather_p}
+"""What JAX binds where it checks which values are the same on all devices -> what does the same."""
+
+UNCHECKED = "pvary"
+"""What tells that check that a value may differ, and does nothing."""
 
 _AXES_PARAMS = ("axes", "axis_name")
 
@@ -48,6 +52,15 @@ def axes_of(params: Mapping[str, Any]) -> tuple[str, ...]:
 def with_axes(params: Mapping[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
     """The params of such a primitive with other mesh axes in place of its own."""
     return {name: axes if name in _AXES_PARAMS else value for name, value in params.items()}
+
+
+def unchecked(
+    primitive: Primitive, params: Mapping[str, Any]
+) -> tuple[Primitive, Mapping[str, Any]]:
+    """A primitive and its params, in the form that it has where JAX does not check."""
+    if primitive.name not in CHECKED:
+        return primitive, params
+    return CHECKED[primitive.name], {"axis_index_groups": None, **params}
 
 
 def full_elements(name: str, shapes: Sequence[tuple[int, ...]], group: int) -> int:
@@ -81,17 +94,10 @@ def communicate(
     axes = tuple(a for a in axes_of(params) if axis_sizes[a] > 1)
     if name == "axis_index":
         return [lax.axis_index(axes) if axes else jnp.int32(0)]
-    if name == "pvary":
-        return operands
     if not axes:
         return [_alone(name, params, x) for x in operands]
-    if name == "psum_invariant":
-        return [lax.psum(x, axes) for x in operands]
     if name == "pbroadcast":
         return [from_root(x, axes, params["source"]) for x in operands]
-    if name == "all_gather_invariant":
-        gather = params["all_gather_dimension"], params["tiled"]
-        return [lax.all_gather(x, axes, axis=gather[0], tiled=gather[1]) for x in operands]
     results = primitive.bind(*operands, **with_axes(params, axes))
     return results if isinstance(results, list | tuple) else [results]
 

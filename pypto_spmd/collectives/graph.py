@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 from jax.extend.core import Var as JaxVar
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pypto_spmd.collectives.by_hand import names_axes
+from pypto_spmd.collectives.by_hand import UNCHECKED, names_axes, unchecked
 from pypto_spmd.collectives.effects import ACTIONS, has_effects, is_ordered
 from pypto_spmd.collectives.region import Region
 from pypto_spmd.collectives.rules import Aval, Rule, factor_rule, rule_for
@@ -357,6 +357,8 @@ class _Builder:
             sharding = eqn.params["sharding"]
             spec = sharding.spec if isinstance(sharding, NamedSharding) else None
             return (self.constrain(inputs[0], spec, place, equations, eqn.params),)
+        if eqn.primitive.name == UNCHECKED:
+            return inputs
         if eqn.primitive.name == "reshard":
             return inputs  # JAX's own, beside constraints; on Auto axes it asks for nothing
         if eqn.primitive.name == "optimization_barrier":
@@ -371,15 +373,16 @@ class _Builder:
             source = self.reshaped.get(inputs[0])
             if source is not None and self.avals[source].shape == aval_of(eqn.outvars[0]).shape:
                 return (source,)  # there and back again
+        primitive, params = unchecked(eqn.primitive, eqn.params)
         # A collective's only effect is that it names an axis.
-        pure = not eqn.effects or names_axes(eqn.primitive.name)
-        key = equation_key(eqn.primitive.name, eqn.params, inputs) if pure else None
+        pure = not eqn.effects or names_axes(primitive.name)
+        key = equation_key(primitive.name, params, inputs) if pure else None
         if key is not None and key in place.seen:
             return place.seen[key]
         ins = tuple(a.aval if isinstance(a, Constant) else self.avals[a] for a in inputs)
         outs = tuple(aval_of(v) for v in eqn.outvars)
         try:
-            rule = rule_for(eqn.primitive.name, eqn.params, ins, outs)
+            rule = rule_for(primitive.name, params, ins, outs)
         except Misfit as misfit:
             where = f" at {place.source}" if str(place.source) else ""
             misfit.refuse(f"{eqn.primitive.name!r}{where}")
@@ -387,8 +390,8 @@ class _Builder:
         equations.append(
             Equation(
                 self.next(),
-                eqn.primitive,
-                eqn.params,
+                primitive,
+                params,
                 inputs,
                 results,
                 rule,

@@ -113,11 +113,12 @@ class Narrator:
         """Why a conversion is needed."""
         leg = draft.leg
         axes = " and ".join(repr(a) for a in join(leg.axes, self.parts))
-        reader = (
-            f"{draft.reader.name} needs"
-            if draft.reader is not None
-            else "the result is asked for with"
-        )
+        if draft.reader is None:
+            reader = "the result is asked for with"
+        elif draft.reader.constraint is not None:
+            reader = "the constraint asks for"
+        else:
+            reader = f"{draft.reader.name} needs"
         split = list(dict.fromkeys(leg.dims))
         dims = " and ".join(str(d) for d in split)
         if leg.kind in ("all_reduce", "reduce_scatter"):

@@ -21,8 +21,8 @@ from pypto_spmd.collectives.rules import Aval, rule_for
 
 _KEEPING = frozenset(
     {
-        "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "pvary", "reduce_max",
-        "reduce_min", "reshape", "sharding_constraint", "slice", "squeeze", "transpose",
+        "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reduce_max", "reduce_min",
+        "reshape", "sharding_constraint", "slice", "squeeze", "transpose",
     }
 )  # fmt: skip
 """Primitives that give the one number that they get."""
@@ -38,7 +38,7 @@ _ARITHMETIC: Mapping[str, Callable[..., Any]] = {
     "sub": np.subtract,
 }
 
-_SUMS = ("psum", "psum_invariant", "reduce_scatter")
+_SUMS = ("psum", "reduce_scatter")
 _SENT_ANYWAY = ("ppermute",)  # who is sent nothing gets zeros, so that it is not one number
 
 

@@ -301,3 +301,10 @@ def test_collectives_that_no_plan_has():
         "  A step of the plan is between all devices along mesh axes.\n"
         "  Fix: make a mesh that has the groups as an axis of its own."
     )
+
+
+def test_the_broadcast_of_jax_is_an_all_reduce():
+    function = on_parts(lambda x: jax.lax.pbroadcast(x, ("model",), 3), check_vma=False)
+    np.testing.assert_array_equal(function(X), expected(("model",), lambda v: [v[3]] * len(v)))
+    function.plan(X).assert_counts(all_reduce=1)
+    function.verify(X)

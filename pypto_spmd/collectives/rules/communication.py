@@ -10,8 +10,6 @@ from typing import Any
 from pypto_spmd.collectives.rules.factor import Linear, Rule, factor_rule, whole_rule
 from pypto_spmd.collectives.rules.registry import Aval, rule
 
-_SUM = ("psum", "psum_invariant")
-
 
 def _passing(
     ins: Sequence[Aval],
@@ -37,7 +35,7 @@ def _passing(
     )
 
 
-@rule(*_SUM)
+@rule("psum")
 def _sum(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ...]) -> Rule:
     return _passing(ins, outs, {}, ("sum",))
 
@@ -52,13 +50,13 @@ def _min(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ...
     return _passing(ins, outs, {}, ("min",))
 
 
-@rule("ppermute", "pvary", "pbroadcast")
+@rule("ppermute", "pbroadcast")
 def _moved(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ...]) -> Rule:
     # Zero, which who is sent nothing gets, is the partial value of a zero sum and of no other reduction.
     return _passing(ins, outs, {}, ("sum",))
 
 
-@rule("all_gather", "all_gather_invariant")
+@rule("all_gather")
 def _gather(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ...]) -> Rule:
     dim = (params["all_gather_dimension"],)
     return _passing(ins, outs, {0: dim, 1: dim} if params["tiled"] else {1: dim}, ("sum",))
