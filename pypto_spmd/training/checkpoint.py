@@ -418,7 +418,8 @@ class CheckpointManager:
     def _form(self, value: Any, saved: Record, sharding: Any) -> tuple[Any, Any]:
         """What orbax is told of one array: what it is, and how it is to be read."""
         # Python's numbers have more bits than arrays that they may be restored to.
-        if sharding is None or saved.kind == "scalar":
+        is_own = saved_state.is_own_copy(sharding)
+        if sharding is None or is_own or saved.kind == "scalar":
             form = np.empty(_plain_shape(value, saved), _plain_dtype(saved))
             return form, self._ocp.RestoreArgs(restore_type=np.ndarray)
         shape, dtype = _plain_shape(value, saved), _plain_dtype(saved)
@@ -540,10 +541,11 @@ def _plain_shape(value: Any, saved: Record) -> tuple[int, ...]:
 
 def _as_wanted(array: Any, value: Any, saved: Record, sharding: Any) -> Any:
     """What was read, as the leaf that it is restored to."""
+    if sharding is not None and isinstance(array, np.ndarray):
+        dtype = array.dtype if saved_state.is_key(value) else value.dtype
+        array = jax.device_put(array.astype(dtype), sharding)
     if saved_state.is_key(value):
         return jax.random.wrap_key_data(array, impl=saved.kind)
-    if sharding is not None and saved.kind == "scalar":
-        return jax.device_put(array.astype(value.dtype), sharding)
     if isinstance(value, np.generic):
         return value.dtype.type(array)
     if not hasattr(value, "dtype"):

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from pypto_spmd.errors import Fault, count_of, shape_text
 from pypto_spmd.sharding.leaves import Leaf, leaves_of
@@ -119,10 +120,17 @@ def packed(leaves: Sequence[Leaf], values: Sequence[Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A leaf as an array of numbers."""
+    """A leaf as an array of numbers; on the host if each of several processes has its own copy."""
     if is_key(value):
-        return jax.random.key_data(value)
-    return value if isinstance(value, jax.Array) else np.asarray(value)
+        value = jax.random.key_data(value)
+    if not isinstance(value, jax.Array) or is_own_copy(value.sharding):
+        return np.asarray(value)
+    return value
+
+
+def is_own_copy(sharding: Sharding | None) -> bool:
+    """Whether an array that lies so is of this process alone, of several."""
+    return sharding is not None and jax.process_count() > 1 and sharding.is_fully_addressable
 
 
 def mismatches(
