@@ -165,7 +165,9 @@ class _Local:
             found: list[Fault] = []
             spec = spec_of(entry, mesh.described, label, found)
             faults += [fault for fault in found if fault not in faults]
-            others = [repr(a) for a in axes_of(spec) if a not in axes] if spec is not None else []
+            if spec is None:
+                continue
+            others = [repr(a) for a in axes_of(spec) if a not in axes]
             if others:
                 what = f"{label} is {spec_text(spec)}."
                 why = f"The function runs on parts along {listed([repr(a) for a in axes])} only."

@@ -103,6 +103,12 @@ class Equation:
         return self.rule
 
     @property
+    def entered(self) -> Region:
+        """The region of an equation that is one."""
+        assert self.region is not None
+        return self.region
+
+    @property
     def is_backward(self) -> bool:
         """Whether the equation was made by transposing, that is, belongs to a backward pass."""
         return "transpose(" in self.scope

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+from jax.sharding import PartitionSpec
+
 from pypto_spmd.collectives.by_hand import names_axes
 from pypto_spmd.collectives.effects import UNCHECKED
 from pypto_spmd.collectives.facts import inside_regions
@@ -35,7 +37,8 @@ def _faults(equation: Equation, mesh: DeviceMesh, is_inside: bool) -> Iterator[F
         if equation.region is not None:
             does, use = f"shard_map{place} is", "pypto_spmd.local"
         else:
-            does = f"with_sharding_constraint{place} asks for {spec_text(sharding.spec)}"
+            spec = getattr(sharding, "spec", PartitionSpec())
+            does = f"with_sharding_constraint{place} asks for {spec_text(spec)}"
             use = "pypto_spmd.constrain"
         shape = " × ".join(f"{axis}={size}" for axis, size in other.shape.items())
         shape += " of other devices" if shape == str(mesh) else ""

@@ -293,7 +293,7 @@ class _OnShards(_Walk):
 
     def region(self, item: RunLoop, operands: list[Any]) -> Sequence[Any]:
         equation = item.equation
-        outer, self.by_hand = self.by_hand, self.by_hand | set(equation.region.axes)
+        outer, self.by_hand = self.by_hand, self.by_hand | set(equation.entered.axes)
         results = self.block(item.bodies[0], equation.bodies[0], operands, equation.scope)
         self.by_hand = outer
         return results
@@ -369,7 +369,7 @@ class _OnWholes(_Walk):
         return self._constrained(x, item.leg.target)
 
     def region(self, item: RunLoop, operands: list[Any]) -> Sequence[Any]:
-        equation, region = item.equation, item.equation.region
+        equation, region = item.equation, item.equation.entered
 
         def body(*values: Any) -> tuple[Any, ...]:
             inside = _InRegion(self.program, self.jax_mesh)

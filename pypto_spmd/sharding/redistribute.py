@@ -261,7 +261,7 @@ def _permutations(
 def _is_finer(
     layout: Layout, target: Layout, shape: tuple[int, ...], axis_sizes: Mapping[str, int]
 ) -> bool:
-    """Whether one CollectivePermute leads to the target, a block of it first being cut out of each device's own.
+    """Whether one CollectivePermute leads to the target, a block of it being cut out of each device's own.
 
     The devices that hold one block of `layout` are then as many as those that want a block out of it.
     """

@@ -44,7 +44,10 @@ def test_a_wrong_correspondence_of_dims(use_rule):
     use_rule("rev", "i j -> i j")  # a reversed dim that is split needs another shard
     report = check_rule(lambda a: lax.rev(a, (0,)), X, mesh_shapes=((2,),))
     (wrong,) = report.wrong
-    assert "with factor 'i' split over 'x' on 2 devices: result 0 is wrong on device (0,): 16 of 16" in wrong
+    assert (
+        "with factor 'i' split over 'x' on 2 devices: result 0 is wrong on device (0,): 16 of 16"
+        in wrong
+    )
     advice = "keep 'i' whole, whole='i', or say how the parts combine, reduce={'i': ...}."
     assert report.advice == (advice,)
     assert str(report).splitlines()[1:] == [f"  wrong: {wrong}", f"  Fix: {advice}"]
@@ -68,7 +71,8 @@ def test_a_result_of_the_wrong_shape(use_rule):
     use_rule("sin", "i j -> i _", reduce={"j": "sum"})
     (wrong,) = check_rule(lax.sin, X, mesh_shapes=((2,),)).wrong
     assert wrong.endswith(
-        "with factor 'j' split over 'x' on 2 devices: ValueError: bind gave float32[4, 4] for result 0, not float32[4, 8]"
+        "with factor 'j' split over 'x' on 2 devices: ValueError: "
+        "bind gave float32[4, 4] for result 0, not float32[4, 8]"
     )
 
 

@@ -133,6 +133,7 @@ def _bounded(
         code.known[tensor] = code.entered(argument, graph.avals[tensor].shape, shape)
         if spec is not None and shape != graph.avals[tensor].shape:
             placed = code.constrained(code.known[tensor], spec)
+            assert isinstance(placed, int)  # an argument is no constant
             padded[placed] = position
             code.known[tensor] = placed
     names = dict(zip(arguments, (graph.names.get(t, "") for t in block.inputs), strict=True))
@@ -143,8 +144,9 @@ def _bounded(
     for i, (atom, spec) in enumerate(zip(block.outputs, outputs, strict=True)):
         true = graph.aval(atom).shape
         is_split = isinstance(atom, int) and sizes.shapes[atom] != true and atom not in constants
-        if is_split and spec is not None:
+        if is_split and spec is not None and isinstance(atom, int):
             placed = code.constrained(code.known[atom], spec)
+            assert isinstance(placed, int)  # nor is what is split
             names[placed] = _name(result_names, i)
             results.append(code.fitted(placed, true, true))
         else:
@@ -204,7 +206,7 @@ def _notes(
     result_names: Sequence[str],
 ):
     """Which dims of arguments are padded, and which of the results that were to be split there."""
-    told = [
+    told: list[tuple[int, str, set[int] | None]] = [
         (tensor, graph.names.get(tensor, f"argument {i}"), None)
         for i, tensor in enumerate(graph.block.inputs)
     ]

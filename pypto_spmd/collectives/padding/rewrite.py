@@ -5,7 +5,7 @@ would read being filled first; where it does not, the operand is cut to its true
 padded again. Slices and pads that undo each other are seen through later (`collectives.splices`).
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -108,7 +108,7 @@ class Rewriter:
         return self.count - 1
 
 
-def _renumbered(atoms: Iterable[Atom], environment: dict[int, Atom]) -> Iterable[Atom]:
+def _renumbered(atoms: Iterable[Atom], environment: Mapping[int, Atom]) -> Iterable[Atom]:
     return (a if isinstance(a, Constant) else environment[a] for a in atoms)
 
 
