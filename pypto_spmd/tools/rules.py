@@ -35,7 +35,7 @@ class Row:
         linear: groups of operands that may be partial together, and for which reductions.
         exchanges: what the primitive exchanges itself, by factor.
         works: whether it is matrix work, which ought to be split.
-        reason: why it runs whole, or has no rule; "" otherwise.
+        reason: why it or some of its dims stay whole, or why it has no rule; "" otherwise.
     """
 
     primitive: str
@@ -190,7 +190,7 @@ def _cells(row: Row) -> Iterator[str]:
     yield _linear(row)
     told = Counter(f"{e['factor']}: {TITLES[e['kind']]}, {e['what']}" for e in row.exchanges)
     times = [text if n == 1 else f"{text} ({n} times)" for text, n in told.items()]
-    yield escape(row.reason or "; ".join(times))
+    yield escape("; ".join([*times, row.reason] if row.reason else times))
 
 
 def _linear(row: Row) -> str:

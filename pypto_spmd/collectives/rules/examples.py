@@ -338,14 +338,14 @@ EXAMPLES: Mapping[str, Example] = dict(_elementwise()) | {
         lambda a, t, c: lax.linalg.ormqr(a, t, c), _f32(8, 4, 4), _f32(8, 4), _f32(8, 4, 6)
     ),
     # Random numbers.
-    "random_seed": _of(jax.random.key, np.uint32(7)),
+    "random_seed": _of(jax.vmap(jax.random.key), _u32(4)),
     "random_wrap": _of(jax.random.wrap_key_data, _u32(4, 2)),
     "random_unwrap": _of(jax.random.key_data, _KEYS),
     "random_clone": _of(jax.random.clone, _KEYS),
-    "random_fold_in": _of(jax.random.fold_in, _KEY, np.uint32(3)),
+    "random_fold_in": _of(jax.vmap(jax.random.fold_in), _KEYS, _u32(4)),
     "random_split": _of(lambda key: jax.random.split(key, 4), _KEY),
     "random_bits": _of(lambda key: jax.random.bits(key, (4, 8)), _KEY),
-    "random_gamma": _of(jax.random.gamma, _KEY, _POSITIVE),
+    "random_gamma": _of(jax.vmap(jax.random.gamma), _KEYS, _POSITIVE),
     "threefry2x32": _of(lambda *a: p.threefry2x32_p.bind(*a), *[_u32(4, 8)] * 4),
     "rng_bit_generator": _of(lambda key: lax.rng_bit_generator(key, (4, 8)), _u32(4)),
     # Calls by name.
@@ -357,7 +357,7 @@ EXAMPLES: Mapping[str, Example] = dict(_elementwise()) | {
     "pmin": _in_region(lambda x: lax.pmin(x, "x"), _f32(4, 8)),
     "ppermute": _in_region(lambda x: lax.ppermute(x, "x", [(0, 1)]), _f32(4, 8)),
     "all_gather": _in_region(lambda x: lax.all_gather(x, "x", axis=1, tiled=True), _f32(4, 8)),
-    "all_to_all": _in_region(lambda x: lax.all_to_all(x, "x", 1, 0, tiled=True), _f32(4, 8)),
+    "all_to_all": _in_region(lambda x: lax.all_to_all(x, "x", 1, 0, tiled=True), _f32(4, 8, 16)),
     "reduce_scatter": _in_region(
         lambda x: lax.psum_scatter(x, "x", scatter_dimension=1, tiled=True), _f32(4, 8)
     ),

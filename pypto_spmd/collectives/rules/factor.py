@@ -126,7 +126,7 @@ class Rule:
         linear: groups of operands in which the primitive is linear.
         bind: runs the primitive on local operands; None binds it with its own params.
         works: whether it is matrix work (a dot or conv), which ought to be split.
-        reason: why the primitive must run whole, where nothing is splittable ("" otherwise).
+        reason: why the primitive must run whole, or why some of its dims must be.
 
     Rules are compared by identity: `registry.rule_for` makes one a signature.
     """

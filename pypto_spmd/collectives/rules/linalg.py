@@ -5,6 +5,7 @@ in its right-hand side.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pypto_spmd.collectives.rules.factor import Linear, Rule, factor_rule
@@ -60,12 +61,13 @@ def _batched(name: str, core: tuple[int, ...]):
 
         left = ", ".join(dims(a, n == free_operand) for n, a in enumerate(ins))
         right = ", ".join(dims(a, free_operand >= 0) for a in outs)
-        return factor_rule(
+        made = factor_rule(
             f"{left} -> {right}",
             [a.shape for a in ins],
             [a.shape for a in outs],
             linear=_LINEAR.get(name, ()),
         )
+        return replace(made, reason="each step of an elimination needs what those before it gave")
 
     return make
 

@@ -4,6 +4,7 @@ Exclusive or is no reduction that a layout can wait for, so its partial results 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -75,13 +76,15 @@ def _reduce_xor(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Av
 
 @rule("reduce")
 def _reduce(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ...]) -> Rule:
-    # The initial value may be any, and would count once for every piece of a reduced dim.
     names = dim_names(len(ins[0].shape))
     left = " ".join("_" if d in params["dimensions"] else n for d, n in enumerate(names))
     right = " ".join(n for d, n in enumerate(names) if d not in params["dimensions"])
     count = len(outs)
-    return factor_rule(
+    made = factor_rule(
         f"{', '.join([left] * count)}{', ' * count} -> {', '.join([right] * count)}",
         [a.shape for a in ins],
         [a.shape for a in outs],
+    )
+    return replace(
+        made, reason="its initial value would count once for every piece of a reduced dim"
     )

@@ -9,7 +9,6 @@ from pypto_spmd.testing import check_rule
 NOT_RUN = {
     "ffi_call": "there is no such target",
     "mulhi": "CPUs have none",
-    "random_seed": "its operand is no array",
 }
 
 
