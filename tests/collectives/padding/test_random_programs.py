@@ -63,6 +63,8 @@ def test_random_programs(padding, program):
 
     x = jnp.asarray(np.random.default_rng(0).normal(size=sizes).astype(np.float32))
     decorated = spmd(function, mesh=mesh, in_shardings=spec, out_shardings=spec, uneven="pad")
-    assert_spmd_equal(decorated, x, rtol=1e-3)
+    serial = np.asarray(function(x))
+    largest = np.abs(serial[np.isfinite(serial)]).max(initial=0)
+    assert_spmd_equal(decorated, x, rtol=1e-3, atol=1e-5 + 1e-3 * largest)
     if min(sizes) > 1:  # XLA knows the order of one element, and gathers nothing for it
         decorated.verify(x)
