@@ -27,10 +27,9 @@ class Place:
 def mesh_of(specs: Any) -> Place | None:
     """The mesh of the SPMD function that is traced; else that of the specs, else of `with mesh:`."""
     if (traced := inlining_mesh()) is not None:
-        # Inside a function on parts, JAX knows the mesh by what its axes are there.
-        return Place(
-            traced, jax.sharding.get_abstract_mesh() if parts_of() else traced.abstract_mesh
-        )
+        # Where JAX has a current mesh it insists on it; in a function on parts that says which axes are.
+        current = jax.sharding.get_abstract_mesh()
+        return Place(traced, traced.abstract_mesh if current.empty else current)
     mesh = _of_specs(specs) or current_mesh()
     return None if mesh is None else Place(mesh, mesh.jax_mesh)
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,17 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 
-from pypto_spmd import AUTO, DeviceMesh, PartitionSpec, ShardingError, ShardingSpec, constrain, spmd
+from pypto_spmd import (
+    AUTO,
+    DeviceMesh,
+    PartitionSpec,
+    ShardingError,
+    ShardingSpec,
+    collectives,
+    constrain,
+    local,
+    spmd,
+)
 
 P = PartitionSpec
 OPEN = PartitionSpec.UNCONSTRAINED
@@ -158,6 +169,35 @@ def test_jax_own_constraints_are_honoured():
 
     plan = check(run, X, counts={})
     assert plan.out_layouts == {"result": "[model, -]"}
+
+
+def test_with_a_current_mesh_of_jax():
+    def run(x):
+        x = lax.with_sharding_constraint(jnp.sin(x), P("model"))
+        part = jax.shard_map(lambda p: lax.psum(p, "data"), in_specs=P("data"), out_specs=P())
+        whole = local(lambda p: collectives.all_reduce(p, "data"), P("data"), P())
+        return (part(x) + whole(x)).sum() + (constrain(x, P("data")) ** 2).sum()
+
+    expected = jax.value_and_grad(lambda x: 2 * jnp.sin(x).sum() + (jnp.sin(x) ** 2).sum())(X)
+    with jax.set_mesh(MESH.jax_mesh):
+        for decorated in (
+            spmd(jax.value_and_grad(run), mesh=MESH, in_shardings=P("data")),
+            jax.value_and_grad(spmd(run, mesh=MESH, in_shardings=P("data"))),
+            spmd(jax.value_and_grad(run), mesh=MESH, lower_to="jit"),
+        ):
+            for found, wanted in zip(decorated(X), expected, strict=True):
+                np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+        spmd(jax.grad(run), mesh=MESH).verify(X)
+
+
+def test_annotations_of_flax_are_honoured():
+    def run(x):
+        with nn.logical_axis_rules([("batch", "data"), ("embed", "model")]):
+            return nn.with_logical_constraint(x * 2, ("batch", "embed")) + 1
+
+    with jax.set_mesh(MESH.jax_mesh):
+        plan = check(run, X, counts={})
+    assert plan.out_layouts == {"result": "[data, model]"}
 
 
 def test_planning_needs_no_devices():
