@@ -30,15 +30,14 @@ def hand_faults(graph: Graph, mesh: DeviceMesh) -> list[Fault]:
 
 
 def _faults(equation: Equation, mesh: DeviceMesh, is_inside: bool) -> Iterator[Fault]:
-    place = f" at {equation.source}" if str(equation.source) else ""
     sharding = equation.params.get("sharding") if equation.constraint is not None else None
     other = equation.region.mesh if equation.region is not None else getattr(sharding, "mesh", None)
     if other is not None and not is_of(other, mesh):
         if equation.region is not None:
-            does, use = f"shard_map{place} is", "pypto_spmd.local"
+            does, use = f"shard_map{_place(equation)} is", "pypto_spmd.local"
         else:
             spec = getattr(sharding, "spec", PartitionSpec())
-            does = f"with_sharding_constraint{place} asks for {spec_text(spec)}"
+            does = f"with_sharding_constraint{_place(equation)} asks for {spec_text(spec)}"
             use = "pypto_spmd.constrain"
         shape = " × ".join(f"{axis}={size}" for axis, size in other.shape.items())
         shape += " of other devices" if shape == str(mesh) else ""
@@ -49,13 +48,13 @@ def _faults(equation: Equation, mesh: DeviceMesh, is_inside: bool) -> Iterator[F
         )
     if equation.params.get("axis_index_groups") is not None and names_axes(equation.name):
         yield Fault(
-            f"{equation.name}{place} has axis_index_groups.",
+            f"{equation.name}{_place(equation)} has axis_index_groups.",
             "A step of the plan is between all devices along mesh axes.",
             "make a mesh that has the groups as an axis of its own.",
         )
     if equation.name == UNCHECKED:
         yield Fault(
-            f"checkify.check{place} is in no checkified function.",
+            f"checkify.check{_place(equation)} is in no checkified function.",
             "An error that depends on values is a result, which checkify.checkify makes of it.",
             "put checkify.checkify around it, inside or outside of @spmd, and throw() the error that it "
             "returns.",
@@ -63,10 +62,16 @@ def _faults(equation: Equation, mesh: DeviceMesh, is_inside: bool) -> Iterator[F
     axes = _unplanned_axes(equation, mesh) if is_inside else []
     if axes:
         yield Fault(
-            f"{equation.name}{place} communicates over {listed([repr(a) for a in axes])}.",
+            f"{equation.name}{_place(equation)} communicates over {listed([repr(a) for a in axes])}.",
             "It is none of the collectives that a plan is made of.",
             "use those of pypto_spmd.collectives, or call it outside of the @spmd function.",
         )
+
+
+def _place(equation: Equation) -> str:
+    """Where an equation stands, if that is known; looking it up takes time."""
+    text = str(equation.source)
+    return f" at {text}" if text else ""
 
 
 def _unplanned_axes(equation: Equation, mesh: DeviceMesh) -> list[str]:
