@@ -230,6 +230,9 @@ import numpy as np
 from pypto_spmd import DeviceMesh, PartitionSpec
 from pypto_spmd.training import prefetch
 
+# A shell that starts a job in the background has it ignore Ctrl-C, and so its children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 def loader():
     yield np.zeros((8, 2))
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
