@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pypto_spmd.collectives.axis import Request, stack_labels
+from pypto_spmd.collectives.axis import Request
+from pypto_spmd.collectives.axis_tables import stack_labels
 from pypto_spmd.collectives.graph import Atom, Block, Constant, Equation, Graph
 from pypto_spmd.collectives.inference import Labelling
 from pypto_spmd.collectives.links import Link, links_of

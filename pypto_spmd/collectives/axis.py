@@ -8,34 +8,37 @@ converted more than once, and the axis is solved again.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from math import prod
 
 import numpy as np
 
+from pypto_spmd.collectives.axis_tables import (
+    choice_list,
+    domain_of,
+    equation_tables,
+    link_table,
+    partial_makers,
+    unary,
+    whole_choices,
+)
 from pypto_spmd.collectives.facts import NOTHING, EquationFacts, GraphFacts
 from pypto_spmd.collectives.graph import Atom, Constant, Equation, Graph
 from pypto_spmd.collectives.links import Link, predicates
 from pypto_spmd.collectives.objective import (
     COLLECTIVE_COST,
     FREE,
-    WHOLE_COST,
     Mobility,
     Objective,
     Option,
     mobility,
-    move_cost,
     preference_table,
     read_cost,
-    read_table,
     store_cost,
-    store_table,
 )
-from pypto_spmd.collectives.rules import Choice, Rule, choices
+from pypto_spmd.collectives.rules import Choice
 from pypto_spmd.collectives.solver.elimination import Problem, Table, intern_table, solve
 from pypto_spmd.collectives.solver.min_marginals import min_marginals
-from pypto_spmd.sharding.layout import Label, Layout, P, R, S, open_dims
-from pypto_spmd.sharding.redistribute import wire_bytes
+from pypto_spmd.sharding.layout import Label, Layout, R, S, open_dims
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -272,15 +275,15 @@ class AxisProblem:
             rule = known.equation.ruled
             theirs = tuple(labels.choices[index] for labels in self.others)
             if index in whole_equations:
-                self.choice_lists[index] = _whole(rule, theirs, self.other_sizes, self.size)
+                self.choice_lists[index] = whole_choices(rule, theirs, self.other_sizes, self.size)
                 continue
             mask = tuple(
                 not closure or any(c in asked for c in classes) for classes in known.factor_classes
             )
-            found = _choice_list(rule, theirs, self.other_sizes, mask, self.size)
+            found = choice_list(rule, theirs, self.other_sizes, mask, self.size)
             if index in constrained:
                 granted = tuple(c for c in found if c.results[0] in constrained[index])
-                found = granted or _whole(rule, theirs, self.other_sizes, self.size)
+                found = granted or whole_choices(rule, theirs, self.other_sizes, self.size)
             self.choice_lists[index] = found
         ops = self._partial_ops()
         self.domains = []
@@ -291,7 +294,7 @@ class AxisProblem:
             mask = tuple(not closure or c in asked for c in classes)
             cuts = tuple(theirs.stored[tensor] for theirs in self.others) if any(mask) else ()
             self.domains.append(
-                _domain(
+                domain_of(
                     self.graph.avals[tensor].shape, mask, cuts, self.other_sizes, self.size,
                     frozenset(ops[tensor]),
                 )
@@ -316,7 +319,7 @@ class AxisProblem:
                         changed = True
                 if equation.rule is None:
                     continue
-                for op, needs, results in _partial_makers(self.choice_lists[equation.index]):
+                for op, needs, results in partial_makers(self.choice_lists[equation.index]):
                     partial = [a for a in (equation.inputs[i] for i in needs) if isinstance(a, int)]
                     if needs and not any(op in ops[a] for a in partial):
                         continue
@@ -359,7 +362,7 @@ class AxisProblem:
             return  # nothing to choose
         variable = self._variable(len(found))
         self.choice_variables[index] = variable
-        bundle = _equation_tables(
+        bundle = equation_tables(
             equation.ruled,
             found,
             tuple(labels.choices[index] for labels in self.others),
@@ -399,7 +402,7 @@ class AxisProblem:
             if isinstance(link.source, Constant) or link.source == link.target:
                 continue
             size = self._stored_bytes(link.source if link.source_shift > 0 else link.target)
-            table = _link_table(
+            table = link_table(
                 link.kind, self.domains[link.source], self.domains[link.target], size, self.size,
                 self.mobility[link.source], link.weight, self.objective.keep_stacks,
             )  # fmt: skip
@@ -411,7 +414,7 @@ class AxisProblem:
                 cost = tuple(
                     times * read_cost(o, R, size, self.size, FREE) for o in self.domains[atom]
                 )
-                self.tables.append(((atom,), _unary(cost)))
+                self.tables.append(((atom,), unary(cost)))
 
     def _add_region_end(self, link: Link, given: Label) -> None:
         """An operand or result of a region, which lies outside as its spec says."""
@@ -425,7 +428,7 @@ class AxisProblem:
             size *= self.size if given.kind == "S" else 1  # the target is one device's part
             cost = [read_cost(o, given, size, self.size, moves) for o in self.domains[outside]]
         if any(cost):
-            self.tables.append(((outside,), _unary(tuple(link.weight * c for c in cost))))
+            self.tables.append(((outside,), unary(tuple(link.weight * c for c in cost))))
 
     def _add_inputs(self, free_input: int) -> list[Label | None]:
         """Arguments: their given label is what they come in with; what is free comes in as stored."""
@@ -452,7 +455,7 @@ class AxisProblem:
                     store_cost(label, o, size, self.size, self.mobility[tensor]) for o in domain
                 )
             if any(cost):
-                self.tables.append(((tensor,), _unary(cost)))
+                self.tables.append(((tensor,), unary(cost)))
         return labels
 
     def _add_outputs(self) -> list[Label | None]:
@@ -474,7 +477,7 @@ class AxisProblem:
                 min(read_cost(o, t, size, self.size, moves) for t in targets) for o in domain
             )
             if any(cost):
-                self.tables.append(((atom,), _unary(cost)))
+                self.tables.append(((atom,), unary(cost)))
         return labels
 
     # The solution ------------------------------------------------------------------------------
@@ -551,207 +554,3 @@ class AxisProblem:
             self.domains[tensor] += pairs
             changed = changed or bool(pairs)
         return changed
-
-
-# What repeats, worked out once ---------------------------------------------------------------------
-
-
-@lru_cache(maxsize=100_000)
-def _local_sizes(rule: Rule, theirs: tuple[Choice, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Sizes of a rule's factors, local to the other axes' choices."""
-    local = [f.size for f in rule.factors]
-    for choice, n in zip(theirs, sizes, strict=True):
-        if choice.factor >= 0:
-            local[choice.factor] //= n
-    return tuple(local)
-
-
-def _whole(
-    rule: Rule, theirs: tuple[Choice, ...], sizes: tuple[int, ...], axis_size: int
-) -> tuple[Choice, ...]:
-    """The one choice of what an axis must not split."""
-    return choices(rule, _local_sizes(rule, theirs, sizes), axis_size)[:1]
-
-
-@lru_cache(maxsize=100_000)
-def _choice_list(
-    rule: Rule,
-    theirs: tuple[Choice, ...],
-    sizes: tuple[int, ...],
-    mask: tuple[bool, ...],
-    axis_size: int,
-) -> tuple[Choice, ...]:
-    """What an equation may choose: split first, since of equal costs the first is taken."""
-    found = choices(rule, _local_sizes(rule, theirs, sizes), axis_size)
-    split = tuple(c for c in found if c.factor >= 0 and mask[c.factor])
-    return split + tuple(c for c in found if c.factor < 0)
-
-
-@lru_cache(maxsize=100_000)
-def _domain(
-    shape: tuple[int, ...],
-    mask: tuple[bool, ...],
-    cuts: tuple[Option, ...],
-    sizes: tuple[int, ...],
-    axis_size: int,
-    ops: frozenset[str],
-) -> tuple[Option, ...]:
-    """In which labels a tensor may be stored, split first.
-
-    Args:
-        shape: global shape.
-        mask: which dims may be split.
-        cuts: how the other axes store it (empty if no dim may be split).
-        sizes: sizes of the other axes.
-        axis_size: size of this one.
-        ops: reductions that it may be waiting for.
-    """
-    found: list[Option] = []
-    for dim, size in enumerate(shape):
-        if not mask[dim]:
-            continue
-        pieces = axis_size * prod(
-            n for option, n in zip(cuts, sizes, strict=True) if S(dim) in option
-        )
-        if size % pieces == 0:
-            found.append((S(dim),))
-    found.append((R,))
-    found.extend((P(op),) for op in sorted(ops))
-    return tuple(found)
-
-
-@lru_cache(maxsize=100_000)
-def _partial_makers(
-    found: tuple[Choice, ...],
-) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]:
-    """(reduction, operands of which one must be partial, results that are) of a list of choices."""
-    makers = []
-    for choice in found:
-        for op in {label.op for label in choice.results if label.kind == "P"}:
-            needs = tuple(i for i, label in enumerate(choice.operands) if label == P(op))
-            results = tuple(i for i, label in enumerate(choice.results) if label == P(op))
-            makers.append((op, needs if choice.linear >= 0 else (), results))
-    return tuple(makers)
-
-
-@lru_cache(maxsize=100_000)
-def _equation_tables(
-    rule: Rule,
-    found: tuple[Choice, ...],
-    theirs: tuple[Choice, ...],
-    sizes: tuple[int, ...],
-    axis_size: int,
-    weight: float,
-    work: float,
-    reads: tuple[tuple[tuple[int, ...], tuple[Option, ...], Mobility], ...],
-    results: tuple[tuple[tuple[Option, ...], Mobility], ...],
-    read_bytes: tuple[int, ...],
-    result_bytes: tuple[int, ...],
-) -> tuple[Table | None, tuple[Table | None, ...], tuple[Table | None, ...]]:
-    """The tables of one equation: of its choice, and of its choice with each operand and result."""
-
-    def local_bytes(whole: int, labels: list[Label]) -> float:
-        return whole / prod(n for label, n in zip(labels, sizes, strict=True) if label.kind == "S")
-
-    read_tables = []
-    operand_bytes = 0.0
-    for (positions, options, moves), whole in zip(reads, read_bytes, strict=True):
-        size = tuple(local_bytes(whole, [c.operands[p] for c in theirs]) for p in positions)
-        operand_bytes += sum(size)
-        targets = tuple(tuple(c.operands[p] for p in positions) for c in found)
-        table = read_table(options, targets, size, axis_size, moves, weight)
-        read_tables.append(table if table.array.any() else None)
-    store_tables = []
-    for position, ((options, moves), whole) in enumerate(zip(results, result_bytes, strict=True)):
-        size = local_bytes(whole, [c.results[position] for c in theirs])
-        made = tuple(c.results[position] for c in found)
-        table = store_table(options, made, size, axis_size, moves, weight)
-        store_tables.append(table if table.array.any() else None)
-    local = _local_sizes(rule, theirs, sizes)
-    costs = []
-    for choice in found:
-        if choice.factor < 0:
-            unsplit = operand_bytes * work * (axis_size - 1) / axis_size if rule.works else 0.0
-            costs.append(WHOLE_COST + weight * unsplit)
-            continue
-        after = list(local)
-        after[choice.factor] //= axis_size
-        costs.append(
-            weight
-            * sum(
-                wire_bytes(e.kind, e.full_elements(after, axis_size) * e.itemsize, axis_size)
-                + COLLECTIVE_COST
-                for e in rule.factors[choice.factor].exchanges_for(
-                    rule.factors[choice.factor].size // after[choice.factor]
-                )
-            )
-        )
-    return _unary(tuple(costs)), tuple(read_tables), tuple(store_tables)
-
-
-@lru_cache(maxsize=100_000)
-def _unary(costs: tuple[float, ...]) -> Table:
-    return intern_table(np.array(costs, dtype=float))
-
-
-@lru_cache(maxsize=100_000)
-def _link_table(
-    kind: str,
-    source: tuple[Option, ...],
-    target: tuple[Option, ...],
-    size: float,
-    axis_size: int,
-    mobility: Mobility,
-    weight: float,
-    keep_stacks: bool,
-) -> Table:
-    """Table (stored source, stored target) of binding one tensor to another."""
-    rows = [
-        [
-            _bind_cost(kind, s, t[0], size, axis_size, mobility, weight, keep_stacks)
-            + weight * store_cost(t[0], t, size, axis_size, mobility)
-            for t in target
-        ]
-        for s in source
-    ]
-    return intern_table(np.array(rows))
-
-
-def _bind_cost(
-    kind: str,
-    source: Option,
-    delivered: Label,
-    size: float,
-    axis_size: int,
-    mobility: Mobility,
-    weight: float,
-    keep_stacks: bool,
-) -> float:
-    """What it costs to bind a tensor stored as `source` to one that is bound as `delivered`."""
-    if kind == "same":
-        return 0.0 if source == (delivered,) else np.inf
-    if kind == "ys":
-        return weight * read_cost(source, slice_label(delivered), size, axis_size, mobility)
-    if kind != "xs":
-        return weight * read_cost(source, delivered, size, axis_size, mobility)
-    best = np.inf
-    for wanted in stack_labels(delivered):
-        for member in source:
-            if keep_stacks and member.kind != "R" and wanted.kind == "R":
-                continue  # a stack is never gathered whole: its slices are, inside the loop
-            best = min(best, weight * move_cost(member, wanted, size, axis_size, mobility))
-    return best
-
-
-def slice_label(stack: Label) -> Label:
-    """The label of one slice of a stack that is made slice by slice; the leading dim is cut after it."""
-    if stack.kind != "S":
-        return stack
-    return S(stack.dim - 1) if stack.dim else R
-
-
-def stack_labels(inner: Label) -> tuple[Label, ...]:
-    """In which labels a stack can be read slice by slice so that a slice is `inner`."""
-    if inner == P("sum"):
-        return (P("sum"), S(0))  # only the owner of the slice has it
-    return (S(inner.dim + 1) if inner.kind == "S" else inner,)
