@@ -6,131 +6,103 @@ batch lie; the losses are the same in all of them.
     python examples/train_mlp.py --layout fsdp --mesh data=4,model=2
 """
 
-import argparse
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common import mesh_argument, mesh_of
+from common import Layouts, Run, training_options
 from sklearn.datasets import load_digits
 
-from pypto_spmd import DeviceMesh, PartitionSpec, spmd
+from pypto_spmd import spmd
+from pypto_spmd.training import (
+    Batches,
+    data_parallel,
+    fsdp,
+    prefetch,
+    tensor_parallel,
+    zero1,
+)
 
 SIZES = (64, 256, 128, 10)
 BATCH = 128
 TEST_IMAGES = 360
 SEED = 0
 
-Params = list[dict[str, jax.Array]]
+LAYOUTS: Layouts = {
+    "dp": lambda *axes: data_parallel(axes),
+    "zero1": lambda *axes: zero1(axes, min_size=0),
+    "fsdp": lambda *axes: fsdp(axes, min_size=0),
+    "tp": lambda *axes: tensor_parallel(axis=axes),
+    "2d": lambda data, *model: data_parallel(data) | tensor_parallel(axis=model),
+}
+"""All but `2d` use every axis of the mesh for one purpose."""
+
 optimizer = optax.sgd(0.1, momentum=0.9)
 
 
-def init_params(key: jax.Array) -> Params:
-    """One dict of weights and biases a layer."""
+def init(key: jax.Array) -> dict[str, Any]:
+    """The parameters, and the optimizer's state that mirrors them."""
     keys = jax.random.split(key, len(SIZES) - 1)
-    return [
-        {"w": jax.random.normal(k, (n, m)) * (2 / n) ** 0.5, "b": jnp.zeros(m)}
-        for k, n, m in zip(keys, SIZES[:-1], SIZES[1:], strict=True)
-    ]
+    params = {
+        f"layer_{i}": {"w": jax.random.normal(k, (n, m)) * (2 / n) ** 0.5, "b": jnp.zeros(m)}
+        for i, (k, n, m) in enumerate(zip(keys, SIZES[:-1], SIZES[1:], strict=True))
+    }
+    return {"params": params, "opt_state": optimizer.init(params)}
 
 
-def forward(params: Params, images: jax.Array) -> jax.Array:
+def forward(params: Any, images: jax.Array) -> jax.Array:
     """The logits, (batch, 10)."""
-    for layer in params[:-1]:
+    *layers, last = params.values()
+    for layer in layers:
         images = jax.nn.relu(images @ layer["w"] + layer["b"])
-    return images @ params[-1]["w"] + params[-1]["b"]
+    return images @ last["w"] + last["b"]
 
 
-def train_step(
-    params: Params, opt_state: Any, images: jax.Array, labels: jax.Array
-) -> tuple[Any, Any, jax.Array]:
+def train_step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
     """One step over the whole batch, as one would write it for one device."""
 
-    def loss_of(params: Params) -> jax.Array:
-        logits = forward(params, images)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    def loss_of(params: Any) -> jax.Array:
+        logits = forward(params, batch["images"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 
-    loss, grads = jax.value_and_grad(loss_of)(params)
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, loss
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where everything lies; `moments` is for the optimizer's copies of the parameters."""
-
-    params: list[dict[str, PartitionSpec]]
-    moments: list[dict[str, PartitionSpec]]
-    batch: PartitionSpec
-
-
-def layout_named(name: str, mesh: DeviceMesh) -> Layout:
-    """The textbook layouts; all but `2d` use every axis of the mesh for one purpose."""
-    P, every = PartitionSpec, mesh.axis_names
-    whole = [{"w": P(), "b": P()}] * 3
-    # Ten classes can't be split over eight devices, so the last layer is split by its inputs.
-    split = [{"w": P(None, every), "b": P(every)}] * 2 + [{"w": P(every), "b": P()}]
-    if name == "dp":
-        return Layout(whole, whole, P(every))
-    if name == "zero1":
-        return Layout(whole, split, P(every))
-    if name == "fsdp":
-        return Layout(split, split, P(every))
-    axes = every if name == "tp" else "model"
-    columns, rows = {"w": P(None, axes), "b": P(axes)}, {"w": P(axes), "b": P()}
-    tensor_parallel = [columns, rows, {"w": P(), "b": P()}]
-    return Layout(tensor_parallel, tensor_parallel, P() if name == "tp" else P("data"))
+    loss, grads = jax.value_and_grad(loss_of)(state["params"])
+    updates, opt_state = optimizer.update(grads, state["opt_state"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
 
 
 def main() -> None:
-    """Trains, and compares every step's loss with the serial function's."""
-    parser = argparse.ArgumentParser(description="Train a classifier of digits on a mesh.")
-    parser.add_argument("--layout", choices=("dp", "zero1", "fsdp", "tp", "2d"), default="2d")
-    parser.add_argument("--steps", type=int, default=200)
-    mesh_argument(parser, "data=4,model=2")
-    options = parser.parse_args()
-    mesh = mesh_of(options.mesh)
-    layout = layout_named(options.layout, mesh)
+    """Trains, and compares the losses with the serial function's."""
+    options = training_options(
+        "Train a classifier of digits on a mesh.", LAYOUTS, layout="2d", steps=200, check=200
+    )
+    mesh, layout = options.mesh, options.layout
 
     images, labels = load_digits(return_X_y=True)
-    random = np.random.default_rng(SEED)
-    order = random.permutation(len(labels))
-    images = (images[order] / 16).astype(np.float32)
-    labels = labels[order].astype(np.int32)
-    train = len(labels) - TEST_IMAGES
-    batches = random.integers(0, train, (options.steps, BATCH))
+    order = np.random.default_rng(SEED).permutation(len(labels))
+    data = {"images": (images[order] / 16).astype(np.float32), "labels": labels[order]}
+    test = {name: array[:TEST_IMAGES] for name, array in data.items()}
+    train = {name: array[TEST_IMAGES:] for name, array in data.items()}
 
-    params = init_params(jax.random.key(SEED))
-    opt_state = optimizer.init(params)
-    moments = optax.tree_map_params(
-        optimizer, lambda _, spec: spec, opt_state, layout.moments,
-        transform_non_params=lambda _: PartitionSpec(),
-    )  # fmt: skip
-    step = spmd(
-        mesh=mesh,
-        in_shardings=(layout.params, moments, layout.batch, layout.batch),
-        out_shardings=(layout.params, moments, PartitionSpec()),
-        donate_argnames=("params", "opt_state"),
-    )(train_step)
-    print(f"layout {options.layout} on {mesh}")
-    print(step.plan(params, opt_state, images[:BATCH], labels[:BATCH]).summary())
+    start = spmd(init, mesh=mesh, parameter_shardings=layout)
+    step = spmd(train_step, mesh=mesh, parameter_shardings=layout, donate_argnames="state")
+    state = start(jax.random.key(SEED))
+    with (
+        prefetch(Batches(train, BATCH, drop_last=True), layout.batch, mesh=mesh) as batches,
+        Run(options) as run,
+    ):
+        state = run.resumed(state, batches)
+        serial = jax.device_get(state)
+        print(f"layout {options.layout_name} on {mesh}")
+        print(step.plan(state, jax.tree.map(lambda a: a[:BATCH], train)).summary())
+        for number in run.steps():
+            state, loss = step(state, next(batches))
+            run.done(number, loss, state, batches)
+        run.compare(jax.jit(train_step), serial, batches)
 
-    serial_step, serial = jax.jit(train_step), jax.device_get((params, opt_state))
-    error = 0.0
-    for number, batch in enumerate(batches, 1):
-        params, opt_state, loss = step(params, opt_state, images[batch], labels[batch])
-        *serial, serial_loss = serial_step(*serial, images[batch], labels[batch])
-        error = max(error, abs(float(loss) - float(serial_loss)))
-        if number % 50 == 0 or number == options.steps:
-            print(f"step {number:4d} of {options.steps}: loss {loss:.6f}", flush=True)
-
-    guesses = forward(jax.device_get(params), jnp.asarray(images[train:])).argmax(axis=1)
-    accuracy = float((guesses == labels[train:]).mean())
-    print(f"largest difference of a loss from the serial function's: {error:.1e}")
-    print(f"final loss {loss:.6f}, test accuracy {accuracy:.1%}")
+    guesses = forward(jax.device_get(state["params"]), test["images"]).argmax(axis=1)
+    print(f"test accuracy {(guesses == test['labels']).mean():.1%}")
 
 
 if __name__ == "__main__":

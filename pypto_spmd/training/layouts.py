@@ -54,7 +54,7 @@ class _DataPart(_Part):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        return (self.axis,) if isinstance(self.axis, str) else tuple(self.axis)
+        return _names(self.axis)
 
     def splits(self, kind: str) -> bool:
         """Whether arrays of this kind are split: parameters, gradients or moments."""
@@ -87,22 +87,23 @@ class _TensorPart(_Part):
     """Dims are split by rules, or by the conventional names of layers."""
 
     rules: str | tuple[Any, ...]
-    axis: str
+    axis: Axes
 
     @property
     def axes(self) -> tuple[str, ...]:
-        return (self.axis,)
+        return _names(self.axis)
 
     def specs(
         self, leaves: Sequence[Leaf], mesh: DeviceMesh, faults: list[Fault]
     ) -> list[PartitionSpec]:
         """One spec for each parameter."""
         if isinstance(self.rules, str):
-            found = conventional_specs(leaves, self.axis, mesh.shape[self.axis])
-            if leaves and not any(any(entries(spec)) for spec in found):
+            parts = prod(mesh.shape[axis] for axis in self.axes)
+            found = conventional_specs(leaves, self.axes, parts)
+            if leaves and self.axes and not any(any(entries(spec)) for spec in found):
                 what = f"{self!r} splits no parameter."
                 why = (
-                    f"None has a conventional name and a size that {mesh.shape[self.axis]} divides. "
+                    f"None has a conventional name and a size that {parts} divides. "
                     f"The paths are: {paths_text(leaves, with_shapes=True)}."
                 )
                 fix = "give rules: tensor_parallel([(pattern, spec), ...])."
@@ -259,6 +260,10 @@ def with_axes(
     return _spec(dims)
 
 
+def _names(axis: Axes) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
 def _spec(dims: Sequence[tuple[str, ...]]) -> PartitionSpec:
     kept = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in dims]
     while kept and kept[-1] is None:
@@ -311,7 +316,7 @@ def fsdp(axis: Axes = "data", *, min_size: int = MIN_SIZE) -> Layout:
 
 
 def tensor_parallel(
-    rules: str | Sequence[tuple[Any, PartitionSpec]] = "auto", *, axis: str = "model"
+    rules: str | Sequence[tuple[Any, PartitionSpec]] = "auto", *, axis: Axes = "model"
 ) -> Layout:
     """Layers split over an axis: the first of a pair of matrices by its columns, the second by its rows.
 
@@ -319,7 +324,7 @@ def tensor_parallel(
         rules: pairs of a pattern and a spec, as for `parameter_shardings`, what none matches being whole;
             or "auto" for the usual names of the layers of attention, two-layer networks, embeddings and
             heads, where what the axis doesn't divide stays whole.
-        axis: the mesh axis.
+        axis: the mesh axis, or several from the outermost to the innermost; of none, nothing is split.
     """
     if isinstance(rules, str) and rules != "auto":
         what = f"rules is {rules!r}."

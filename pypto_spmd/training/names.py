@@ -49,13 +49,15 @@ class _Layer:
     bias: Leaf | None = None
 
 
-def conventional_specs(leaves: Sequence[Leaf], axis: str, axis_size: int) -> list[PartitionSpec]:
+def conventional_specs(
+    leaves: Sequence[Leaf], axes: tuple[str, ...], parts: int
+) -> list[PartitionSpec]:
     """A spec for each parameter; what has no conventional name, or isn't divisible, is whole.
 
     Args:
         leaves: the parameters.
-        axis: the mesh axis.
-        axis_size: its size.
+        axes: the mesh axes.
+        parts: into how many parts they split a dim.
     """
     splits: dict[str, int] = {}
     siblings: dict[tuple[str, ...], list[_Layer]] = defaultdict(list)
@@ -72,10 +74,10 @@ def conventional_specs(leaves: Sequence[Leaf], axis: str, axis_size: int) -> lis
     specs = []
     for leaf in leaves:
         dim = splits.get(leaf.text)
-        if dim is None or dim >= len(leaf.shape) or leaf.shape[dim] % axis_size:
+        if not axes or dim is None or dim >= len(leaf.shape) or leaf.shape[dim] % parts:
             specs.append(PartitionSpec())
         else:
-            specs.append(PartitionSpec(*[None] * dim, axis))
+            specs.append(PartitionSpec(*[None] * dim, axes[0] if len(axes) == 1 else axes))
     return specs
 
 

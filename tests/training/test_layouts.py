@@ -216,6 +216,19 @@ def test_attention_by_name(mesh):
     assert found["norm_1"] == {"scale": P(), "bias": P()}
 
 
+def test_several_axes_by_name(mesh):
+    up, down = {"kernel": array(64, 256), "bias": array(256)}, {"kernel": array(256, 64)}
+    params, both = {"up": up, "down": down}, ("data", "model")
+    found = parameter_specs(params, tensor_parallel(axis=both), mesh)
+    assert found == {"up": {"kernel": P(None, both), "bias": P(both)}, "down": {"kernel": P(both)}}
+    one, none = tensor_parallel(axis=("model",)), tensor_parallel(axis=())
+    assert parameter_specs(params, one, mesh) == parameter_specs(params, tensor_parallel(), mesh)
+    assert parameter_specs(params, data_parallel() | none, mesh) == {
+        "up": {"kernel": P(), "bias": P()},
+        "down": {"kernel": P()},
+    }
+
+
 def test_stacked_layers_by_name(mesh):
     stacked = nn.scan(
         lambda block, x, _: (block(x), None),
