@@ -3,9 +3,12 @@
 Two dims are in one class if a chain of factors links them, so a class is what people call "the batch",
 "the heads" or "the vocabulary". Which classes a given layout asks to split decides what may be split at
 all, and which dims count as data.
+
+What is made of constants alone links nothing: the zeros that two unrelated activations are compared with
+may be one tensor, and it is whole anyway.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -46,11 +49,12 @@ class DimClasses:
             self.parents[max(a, b)] = min(a, b)
 
 
-def dim_classes(graph: Graph, *, inner: bool = False) -> DimClasses:
+def dim_classes(graph: Graph, constants: Set[int], *, inner: bool = False) -> DimClasses:
     """The classes of all dims of `graph`.
 
     Args:
         graph: the graph.
+        constants: the tensors that are made of constants alone.
         inner: whether a dim of several factors is one class with the dims of all of them, and not with
             those of the first alone: where an axis is cut, its parts may split one factor each.
     """
@@ -61,15 +65,15 @@ def dim_classes(graph: Graph, *, inner: bool = False) -> DimClasses:
     classes = DimClasses(offsets, list(range(total)))
     for equation, _ in graph.equations():
         if equation.rule is not None:
-            for nodes in factor_dims(equation):
+            for nodes in factor_dims(equation, constants):
                 for node in nodes[1:]:
                     classes.join(nodes[0], node)
-            for nodes in inner_dims(equation) if inner else ():
+            for nodes in inner_dims(equation, constants) if inner else ():
                 for node in nodes[1:]:
                     classes.join(nodes[0], node)
         else:
             for link in links_of(equation, 1.0):
-                if isinstance(link.source, Constant):
+                if isinstance(link.source, Constant) or link.source in constants:
                     continue
                 rank = len(graph.avals[link.target].shape)
                 shift = link.source_shift
@@ -81,29 +85,31 @@ def dim_classes(graph: Graph, *, inner: bool = False) -> DimClasses:
     return classes
 
 
-def factor_dims(equation: Equation) -> list[list[tuple[int, int]]]:
-    """For each factor of an equation's rule, the (tensor, dim)s that it leads."""
+def factor_dims(equation: Equation, constants: Set[int]) -> list[list[tuple[int, int]]]:
+    """For each factor of an equation's rule, the (tensor, dim)s that it leads, of constants none."""
     rule = equation.ruled
     found = []
     for places in _leading(rule):
         nodes = []
         for side, position, dim in places:
             atom = (equation.outputs if side else equation.inputs)[position]
-            if isinstance(atom, int):
+            if isinstance(atom, int) and atom not in constants:
                 nodes.append((atom, dim))
         found.append(nodes)
     return found
 
 
-def inner_dims(equation: Equation) -> list[list[tuple[int, int]]]:
-    """For each factor of an equation's rule, all (tensor, dim)s that it is part of."""
+def inner_dims(equation: Equation, constants: Set[int]) -> list[list[tuple[int, int]]]:
+    """For each factor of an equation's rule, all (tensor, dim)s that it is part of, likewise."""
     rule = equation.ruled
     found: list[list[tuple[int, int]]] = [[] for _ in rule.factors]
     for atoms, tensors in ((equation.inputs, rule.operands), (equation.outputs, rule.results)):
         for atom, dims in zip(atoms, tensors, strict=True):
+            if not isinstance(atom, int) or atom in constants:
+                continue
             for d, dim in enumerate(dims):
                 for factor in dim:
-                    if isinstance(atom, int) and rule.factors[factor].size > 1:
+                    if rule.factors[factor].size > 1:
                         found[factor].append((atom, d))
     return found
 

@@ -4,7 +4,7 @@ Models repeat the same few hundred equations thousands of times, so everything t
 keyed by small things that repeat: rules, classes of dims, weights.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from math import prod
 
@@ -98,7 +98,8 @@ class GraphFacts:
 
 def read_graph(graph: Graph, *, inner: bool = False) -> GraphFacts:
     """The facts of a graph; `inner` as for `dim_classes`."""
-    classes = dim_classes(graph, inner=inner)
+    constants = made_of_constants(graph)
+    classes = dim_classes(graph, constants.tensors, inner=inner)
     dims = tuple(
         tuple(classes.find(tensor, d) for d in range(len(aval.shape)))
         for tensor, aval in enumerate(graph.avals)
@@ -114,13 +115,16 @@ def read_graph(graph: Graph, *, inner: bool = False) -> GraphFacts:
             if isinstance(atom, int):
                 reads[atom] = (*reads.get(atom, ()), position)
         equations[equation.index] = EquationFacts(
-            equation, block, tuple(reads.items()), _factor_classes(equation, dims)
+            equation,
+            block,
+            tuple(reads.items()),
+            _factor_classes(equation, dims, constants.tensors),
         )
     batched = frozenset(c for known in equations.values() for c in _batch_classes(known))
     sizes = tuple(prod(aval.shape) * aval.itemsize for aval in graph.avals)
     return GraphFacts(
         graph, classes, dims, sizes, equations, tuple(loops), order, batched, inside_regions(graph),
-        made_of_constants(graph),
+        constants,
     )  # fmt: skip
 
 
@@ -151,10 +155,10 @@ def _batch_classes(known: EquationFacts):
 
 
 def _factor_classes(
-    equation: Equation, dims: tuple[tuple[int, ...], ...]
+    equation: Equation, dims: tuple[tuple[int, ...], ...], constants: Set[int]
 ) -> tuple[tuple[int, ...], ...]:
     found = []
-    for factor, nodes in enumerate(factor_dims(equation)):
+    for factor, nodes in enumerate(factor_dims(equation, constants)):
         if nodes:
             found.append((dims[nodes[0][0]][nodes[0][1]],))
         else:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from pypto_spmd.collectives.axis import AxisProblem, Request
+from pypto_spmd.collectives.axis import AxisProblem
 from pypto_spmd.collectives.facts import read_graph
 from pypto_spmd.collectives.graph import Graph, build_graph
 from pypto_spmd.collectives.inference import infer
@@ -22,6 +22,7 @@ from pypto_spmd.collectives.objective import (
     read_cost,
     store_cost,
 )
+from pypto_spmd.collectives.request import Request
 from pypto_spmd.sharding.layout import Layout
 
 SIZE = 8
@@ -210,3 +211,15 @@ def test_one_conversion_serves_several_readers() -> None:
     found = infer(request).axes["axis"]
     gather = 8 * 8 * 4 * 3 / 4
     assert found.cost == pytest.approx(gather, abs=0.01)
+
+
+def test_constants_link_no_dims() -> None:
+    def program(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        zeros = jnp.zeros((SIZE, SIZE))
+        return jnp.maximum(x, zeros), jnp.maximum(y, zeros)
+
+    square = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32)
+    facts = read_graph(build_graph(jax.make_jaxpr(program)(square, square)))
+    first, second = (set(facts.dims[tensor]) for tensor in facts.graph.block.inputs)
+    assert first.isdisjoint(second)
+    assert [set(facts.dims[atom]) for atom in facts.graph.block.outputs] == [first, second]
