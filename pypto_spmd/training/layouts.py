@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 from jax.sharding import PartitionSpec
 
@@ -86,6 +86,7 @@ _SPLIT = {
 class _TensorPart(_Part):
     """Dims are split by rules, or by the conventional names of layers."""
 
+    name: ClassVar[str] = "tensor_parallel"
     rules: str | tuple[Any, ...]
     axis: Axes
 
@@ -109,7 +110,7 @@ class _TensorPart(_Part):
                 fix = "give rules: tensor_parallel([(pattern, spec), ...])."
                 faults.append(Fault(what, why, fix))
             return found
-        rules = compiled_rules(self.rules, mesh, "tensor_parallel", faults)
+        rules = compiled_rules(self.rules, mesh, self.name, faults)
         if rules is None:
             return [PartitionSpec()] * len(leaves)
         found = by_rules(rules, leaves, (), (), mesh, faults)
@@ -120,7 +121,14 @@ class _TensorPart(_Part):
         ]
 
     def __repr__(self) -> str:
-        return f"tensor_parallel({self.rules!r}, axis={self.axis!r})"
+        return f"{self.name}({self.rules!r}, axis={self.axis!r})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _ExpertPart(_TensorPart):
+    """Experts are split by rules, and the batch over the same axis."""
+
+    name: ClassVar[str] = "expert_parallel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +187,9 @@ class Layout(ParameterLayout):
 
     @property
     def batch(self) -> PartitionSpec:
-        """The spec of what has the batch as its first dim: split over the axes of the data parts."""
-        axes = tuple(axis for part in self._data_parts for axis in part.axes)
-        return _spec([axes])
+        """The spec of what has the batch as its first dim: split over the axes of data and experts."""
+        parts = [part for part in self.parts if isinstance(part, _DataPart | _ExpertPart)]
+        return _spec([tuple(axis for part in parts for axis in part.axes)])
 
     @property
     def _data_parts(self) -> tuple[_DataPart, ...]:
@@ -331,6 +339,19 @@ def tensor_parallel(
         fix = 'use rules="auto", or [(pattern, spec), ...].'
         refuse("tensor_parallel", what, "Rules are pairs of a pattern and a spec.", fix)
     return Layout((_TensorPart(rules if isinstance(rules, str) else tuple(rules), axis),))
+
+
+def expert_parallel(rules: Sequence[tuple[Any, PartitionSpec]], *, axis: Axes = "expert") -> Layout:
+    """Experts split over an axis, and the batch too: tokens travel to their experts, and back, by AllToAll.
+
+    All other parameters are whole, and their gradients summed over the axis as in data parallelism.
+
+    Args:
+        rules: pairs of a pattern and a spec that say which parameters are experts', and which of their dims
+            counts the experts: `[("experts/", PartitionSpec("expert"))]`.
+        axis: the mesh axis, or several from the outermost to the innermost.
+    """
+    return Layout((_ExpertPart(tuple(rules), axis),))
 
 
 def flax_metadata(rules: Sequence[tuple[str, Any]] = ()) -> Layout:

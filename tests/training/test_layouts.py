@@ -12,6 +12,7 @@ from pypto_spmd import DeviceMesh, PartitionSpec, ShardingError, spmd
 from pypto_spmd.training import (
     combine,
     data_parallel,
+    expert_parallel,
     flax_metadata,
     fsdp,
     parameter_specs,
@@ -194,6 +195,8 @@ def test_layouts_are_values():
     names = {"fsdp": fsdp, "tensor_parallel": tensor_parallel, "PartitionSpec": P, "P": P}
     assert eval(repr(layout), names) == layout
     assert hash(layout) == hash(fsdp(min_size=8) | tensor_parallel([("up", P(None, "model"))]))
+    experts = repr(expert_parallel([("experts", "model")], axis="model"))
+    assert experts == "expert_parallel((('experts', 'model'),), axis='model')"
     assert repr(zero1() | flax_metadata()) == "zero1('data') | flax_metadata()"
 
 
@@ -530,3 +533,54 @@ def test_plans_of_a_transformer(mesh, layout, counts):
     plan, state = plan_of(mesh, "gpt", layout)
     assert len(jax.tree.leaves(state.params)) == 38
     plan.assert_counts(**counts)
+
+
+# Experts
+
+EXPERTS = [("experts", P("model"))]
+
+
+def mixture(params, x):
+    """Each token goes to its best expert, if there is room for it in its row: (batch, length, width)."""
+    scores = jax.nn.softmax(x @ params["router"])
+    chosen = jax.nn.one_hot(scores.argmax(axis=-1), scores.shape[-1], dtype=int)
+    places = jax.nn.one_hot(jnp.cumsum(chosen, axis=1) * chosen - 1, LENGTH // 4)
+    sent = jnp.einsum("gsec,gsm->egcm", places, x)
+    hidden = nn.gelu(jnp.einsum("egcm,emh->egch", sent, params["experts"]["up"]))
+    back = jnp.einsum("egch,ehm->egcm", hidden, params["experts"]["down"])
+    return jnp.einsum("gsec,gse,egcm->gsm", places, scores, back)
+
+
+def test_experts(mesh):
+    layer = {
+        "router": array(WIDTH, 8),
+        "experts": {"up": array(8, WIDTH, 256), "down": array(8, 256, WIDTH)},
+    }
+    params = {"first": array(WIDTH, WIDTH), "layers": [layer, layer]}
+
+    def train_step(params, x, y):
+        def loss_of(params):
+            out = x @ params["first"]
+            for of_layer in params["layers"]:
+                out = out + mixture(of_layer, out)
+            return mean_squares(out, y)
+
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    x = array(16, LENGTH, WIDTH)
+    both = ("data", "model")
+    for layout, reductions in (
+        # the loss, what all have alike, and the experts' own
+        (data_parallel() | expert_parallel(EXPERTS, axis="model"), [both, both, ("data",)]),
+        (expert_parallel([("experts", P(both))], axis=both), [both, both]),
+        (expert_parallel(EXPERTS, axis="model"), [("model",)] * 2),
+    ):
+        specs = parameter_specs(params, layout, mesh)
+        assert specs["layers"][1]["experts"]["down"] in (P("model"), P(both))
+        assert specs["first"] == specs["layers"][0]["router"] == P()
+        plan = spmd(train_step, mesh=mesh, parameter_shardings=layout).plan(params, x, x)
+        # There and back, in both passes, a layer.
+        plan.assert_counts(all_to_all=4 * 2, all_reduce=len(reductions))
+        assert sorted(s.axes for s in plan.steps if s.kind == "all_reduce") == sorted(reductions)
+    assert (data_parallel() | expert_parallel(EXPERTS, axis="model")).batch == P(both)
