@@ -53,14 +53,8 @@ def jit_wire_bytes(text: str, mesh: DeviceMesh) -> float:
     return total
 
 
-TRADING_PLACES = pytest.mark.xfail(
-    strict=True,
-    reason="two axes trade places in the result, which axis by axis costs nothing and jointly one AllToAll",
-)
-
-
 @pytest.mark.parametrize(
-    "seed", [pytest.param(s, marks=TRADING_PLACES) if s == 7 else s for s in range(24)]
+    "seed", [pytest.param(s, marks=pytest.mark.slow) if s > 24 else s for s in range(200)]
 )
 def test_random_programs(spmd_mesh: DeviceMesh, seed: int) -> None:
     draw = random.Random(seed)

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pypto_spmd.collectives.axis import Request
 from pypto_spmd.collectives.axis_tables import stack_labels
 from pypto_spmd.collectives.graph import Atom, Block, Constant, Equation, Graph
-from pypto_spmd.collectives.inference import Labelling
 from pypto_spmd.collectives.links import Link, links_of
 from pypto_spmd.collectives.objective import Mobility, Option, move_cost
+from pypto_spmd.collectives.request import Labelling, Request
 from pypto_spmd.collectives.rules import Choice
 from pypto_spmd.collectives.rules.factor import Dims
 from pypto_spmd.collectives.solver.elimination import Problem, Table, intern_table, solve

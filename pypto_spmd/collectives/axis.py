@@ -7,11 +7,11 @@ converted more than once, and the axis is solved again.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
 
+from pypto_spmd.collectives.assemble import Layouts
 from pypto_spmd.collectives.axis_tables import (
     choice_list,
     domain_of,
@@ -23,83 +23,51 @@ from pypto_spmd.collectives.axis_tables import (
 )
 from pypto_spmd.collectives.facts import NOTHING, EquationFacts, GraphFacts
 from pypto_spmd.collectives.graph import Atom, Constant, Equation, Graph
+from pypto_spmd.collectives.joint import JointMoves
 from pypto_spmd.collectives.links import Link, predicates
 from pypto_spmd.collectives.objective import (
     COLLECTIVE_COST,
     FREE,
     Mobility,
-    Objective,
     Option,
     mobility,
     preference_table,
     read_cost,
     store_cost,
 )
+from pypto_spmd.collectives.request import AxisLabels, Request
 from pypto_spmd.collectives.rules import Choice
 from pypto_spmd.collectives.solver.elimination import Problem, Table, intern_table, solve
 from pypto_spmd.collectives.solver.min_marginals import min_marginals
 from pypto_spmd.sharding.layout import Label, Layout, R, S, open_dims
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Request:
-    """What inference is asked.
-
-    Args:
-        graph: the traced function.
-        axis_sizes: size of each mesh axis.
-        axis_order: the axes, slowest link first.
-        inputs: given layout of each argument, None if it is free.
-        outputs: given layout of each result, None if it is free.
-        is_state: for each argument whether it is parameters or train state.
-        objective: the weights.
-    """
-
-    graph: Graph
-    axis_sizes: Mapping[str, int]
-    axis_order: tuple[str, ...]
-    inputs: tuple[Layout | None, ...]
-    outputs: tuple[Layout | None, ...]
-    is_state: tuple[bool, ...]
-    objective: Objective
-
-
-@dataclass(slots=True, eq=False)
-class AxisLabels:
-    """What one axis does everywhere.
-
-    Args:
-        choices: the labelling of each equation, by equation index.
-        stored: the labels in which each tensor is stored, by tensor.
-        inputs: the label of each argument as it comes in.
-        outputs: the label of each result as it goes out.
-        cost: cost under the objective.
-        lower_bound: no labelling of the axis costs less (given the other axes).
-    """
-
-    choices: dict[int, Choice] = field(default_factory=dict)
-    stored: list[Option] = field(default_factory=list)
-    inputs: tuple[Label, ...] = ()
-    outputs: tuple[Label, ...] = ()
-    cost: float = 0.0
-    lower_bound: float = 0.0
-
-    def same_as(self, other: "AxisLabels") -> bool:
-        """Whether both say the same of every equation and tensor."""
-        return self.choices == other.choices and self.stored == other.stored
-
-
 class AxisProblem:
-    """The problem of one axis."""
+    """The problem of one axis.
+
+    Args:
+        request: what is asked.
+        facts: of its graph.
+        axis: the axis.
+        others: the labels of the axes that have some already.
+        layouts: those of a labelling of all axes, `others` among them, where moves on several axes are to
+            count what they send together; without, each axis counts by itself.
+    """
 
     def __init__(
-        self, request: Request, facts: GraphFacts, axis: str, others: Mapping[str, AxisLabels]
+        self,
+        request: Request,
+        facts: GraphFacts,
+        axis: str,
+        others: Mapping[str, AxisLabels],
+        layouts: Layouts | None = None,
     ) -> None:
         self.request = request
         self.facts = facts
         self.graph: Graph = request.graph
         self.axis = axis
         self.size = request.axis_sizes[axis]
+        self.layouts = layouts
         self.others = tuple(others.values())
         self.other_sizes = tuple(request.axis_sizes[a] for a in others)
         self.objective = request.objective
@@ -339,6 +307,9 @@ class AxisProblem:
         self.sizes: list[int] = [len(d) for d in self.domains]
         self.choice_variables: dict[int, int] = {}
         self.tables: list[tuple[tuple[int, ...], Table]] = []
+        self.joint = None
+        if self.layouts is not None:
+            self.joint = JointMoves(self.layouts, self.axis, self.domains, self.choice_lists)
         for tensor, domain in enumerate(self.domains):
             if len(domain) > 1:
                 self.tables.append(((tensor,), preference_table(domain)))
@@ -384,6 +355,12 @@ class AxisProblem:
         for tensor, table in zip(outputs, store_tables, strict=True):
             if table is not None:
                 self.tables.append(((variable, tensor), table))
+        if self.joint is not None:
+            for tensor, table in self.joint.of_equation(index, known):
+                self.tables.append(((variable, tensor), table))
+            exchanged = self.joint.exchanged(index, known)
+            if exchanged is not None:
+                self.tables.append(((variable,), exchanged))
 
     def _is_asked_to_split(self, known: EquationFacts) -> bool:
         """Whether a given layout asks for a split that an equation can have.
@@ -407,6 +384,9 @@ class AxisProblem:
                 self.mobility[link.source], link.weight, self.objective.keep_stacks,
             )  # fmt: skip
             self.tables.append(((link.source, link.target), table))
+            moved = self.joint.of_link(link) if self.joint is not None else None
+            if moved is not None:
+                self.tables.append(((link.source, link.target), moved))
         for atom, block in predicates(equation):
             if isinstance(atom, int):
                 times = block.weight if block is not None else weight
@@ -454,9 +434,15 @@ class AxisProblem:
                 cost = tuple(
                     store_cost(label, o, size, self.size, self.mobility[tensor]) for o in domain
                 )
+                if self.joint is not None:
+                    self._add_unary(tensor, self.joint.of_input(tensor, given))
             if any(cost):
                 self.tables.append(((tensor,), unary(cost)))
         return labels
+
+    def _add_unary(self, tensor: int, table: Table | None) -> None:
+        if table is not None:
+            self.tables.append(((tensor,), table))
 
     def _add_outputs(self) -> list[Label | None]:
         """Results: read in their given label; what is free in any that is not partial."""
@@ -473,6 +459,8 @@ class AxisProblem:
             else:
                 size = self._given_bytes(atom, given)
                 targets = [given.label(self.axis)]
+                if self.joint is not None:
+                    self._add_unary(atom, self.joint.of_output(atom, given))
             cost = tuple(
                 min(read_cost(o, t, size, self.size, moves) for t in targets) for o in domain
             )

@@ -27,7 +27,7 @@ from pypto_spmd.sharding.redistribute import wire_bytes
 
 
 @lru_cache(maxsize=100_000)
-def _local_sizes(rule: Rule, theirs: tuple[Choice, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+def local_sizes(rule: Rule, theirs: tuple[Choice, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Sizes of a rule's factors, local to the other axes' choices."""
     local = [f.size for f in rule.factors]
     for choice, n in zip(theirs, sizes, strict=True):
@@ -40,7 +40,7 @@ def whole_choices(
     rule: Rule, theirs: tuple[Choice, ...], sizes: tuple[int, ...], axis_size: int
 ) -> tuple[Choice, ...]:
     """The one choice of what an axis must not split."""
-    return choices(rule, _local_sizes(rule, theirs, sizes), axis_size)[:1]
+    return choices(rule, local_sizes(rule, theirs, sizes), axis_size)[:1]
 
 
 @lru_cache(maxsize=100_000)
@@ -52,7 +52,7 @@ def choice_list(
     axis_size: int,
 ) -> tuple[Choice, ...]:
     """What an equation may choose: split first, since of equal costs the first is taken."""
-    found = choices(rule, _local_sizes(rule, theirs, sizes), axis_size)
+    found = choices(rule, local_sizes(rule, theirs, sizes), axis_size)
     split = tuple(c for c in found if c.factor >= 0 and mask[c.factor])
     return split + tuple(c for c in found if c.factor < 0)
 
@@ -137,7 +137,7 @@ def equation_tables(
         made = tuple(c.results[position] for c in found)
         table = store_table(options, made, size, axis_size, moves, weight)
         store_tables.append(table if table.array.any() else None)
-    local = _local_sizes(rule, theirs, sizes)
+    local = local_sizes(rule, theirs, sizes)
     costs = []
     for choice in found:
         if choice.factor < 0:

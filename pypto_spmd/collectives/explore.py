@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from pypto_spmd.collectives.axis import Request
-from pypto_spmd.collectives.inference import Labelling, input_marginals
+from pypto_spmd.collectives.inference import input_marginals
+from pypto_spmd.collectives.request import Labelling, Request
 
 
 def explorer(

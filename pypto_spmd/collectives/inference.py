@@ -5,11 +5,13 @@ to what the other axes' current choices make of *each* equation, and the axes ar
 first, until nothing changes: two sweeps, and one to confirm, are what real programs need.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator
 
-from pypto_spmd.collectives.axis import AxisLabels, AxisProblem, Request
+from pypto_spmd.collectives.assemble import Layouts, assemble
+from pypto_spmd.collectives.axis import AxisProblem
 from pypto_spmd.collectives.facts import GraphFacts, read_graph
+from pypto_spmd.collectives.request import AxisLabels, Labelling, Request
 from pypto_spmd.sharding.layout import Label
 
 SETTLED = 1e-4
@@ -17,19 +19,6 @@ SETTLED = 1e-4
 
 MAX_SWEEPS = 4
 """A sweep that changes nothing ends them earlier; a plan that still changes then is still right."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Labelling:
-    """The labels of every axis of more than one device, in mesh order."""
-
-    axes: Mapping[str, AxisLabels]
-
-    @property
-    def gap(self) -> float:
-        """By how much (relatively) the cost may exceed the least one, axis by axis; 0 when exact."""
-        gaps = [(a.cost - a.lower_bound) / a.cost for a in self.axes.values() if a.cost > 0]
-        return max(gaps, default=0.0)
 
 
 def infer(request: Request, facts: GraphFacts | None = None) -> Labelling:
@@ -61,6 +50,33 @@ def infer(request: Request, facts: GraphFacts | None = None) -> Labelling:
         if not changed:
             break
     return Labelling({a: labels[a] for a in request.axis_sizes if a in labels})
+
+
+def refine(request: Request, facts: GraphFacts, start: Layouts) -> Iterator[Layouts]:
+    """Labellings that lower the bytes of all axes together, each one axis further than the last.
+
+    A layout that is as it was nests its axes as assembled; of one that would be new the best nesting is
+    counted on. So what comes may be no better than what was: whoever asks measures it.
+
+    Args:
+        request: what is asked.
+        facts: of its graph.
+        start: the layouts to begin at, which are not given back.
+    """
+    labels, layouts = dict(start.labelling.axes), start
+    axes = [a for a in request.axis_order if a in labels]
+    unchanged = 0
+    for axis in itertools.islice(itertools.cycle(axes), MAX_SWEEPS * len(axes)):
+        if unchanged == len(axes):
+            return
+        others = {a: v for a, v in labels.items() if a != axis}
+        found = AxisProblem(request, facts, axis, others, layouts).solve()
+        unchanged += 1
+        if not found.same_as(labels[axis]):
+            unchanged = 0
+            labels[axis] = found
+            layouts = assemble(request, Labelling(dict(labels)))
+            yield layouts
 
 
 def input_marginals(

@@ -3,27 +3,28 @@
 import gc
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
+from operator import attrgetter
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from pypto_spmd.collectives.assemble import Layouts, assemble
-from pypto_spmd.collectives.axis import Request
 from pypto_spmd.collectives.by_hand import COLLECTIVES, axes_of, full_elements
 from pypto_spmd.collectives.drafts import DraftBlock, DraftConvert, DraftRun
 from pypto_spmd.collectives.effects import ACTIONS
 from pypto_spmd.collectives.explore import explorer
-from pypto_spmd.collectives.facts import inside_regions, read_graph
+from pypto_spmd.collectives.facts import GraphFacts, inside_regions, read_graph
 from pypto_spmd.collectives.graph import Graph
 from pypto_spmd.collectives.hand_faults import hand_faults
-from pypto_spmd.collectives.inference import infer
+from pypto_spmd.collectives.inference import infer, refine
 from pypto_spmd.collectives.narrate import Narrator
 from pypto_spmd.collectives.objective import OBJECTIVES
 from pypto_spmd.collectives.plan import CommPlan, CommStep, show_bytes
 from pypto_spmd.collectives.program import BlockSchedule, Convert, Program, Run, RunLoop
 from pypto_spmd.collectives.recomputation import originals
+from pypto_spmd.collectives.request import Request
 from pypto_spmd.collectives.rules import Aval, Exchange
 from pypto_spmd.collectives.rules.registry import NO_RULE
 from pypto_spmd.collectives.schedule import schedule
@@ -42,10 +43,27 @@ from pypto_spmd.mesh.topology import seconds, slowest_first
 from pypto_spmd.sharding.layout import Layout, R
 from pypto_spmd.sharding.redistribute import wire_bytes
 
+PATIENCE = 2
+"""Refined labellings that send no less, after which no more are tried."""
+
 NOTABLE = 0.7
 """The plan says so when the objective "bytes" would move less than this share of its wire bytes."""
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection: planning makes many small objects that live, and its passes over them
+    would take a quarter of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_uncollected()
 def make_program(
     graph: Graph,
     *,
@@ -75,36 +93,6 @@ def make_program(
         ShardingError: for what is written by hand and can't be planned; under `strict`, for a primitive
             without a rule.
     """
-    with _uncollected():
-        return _make_program(
-            graph, mesh, inputs, outputs, is_state, objective, strict, function_name, result_names
-        )
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without garbage collection: planning makes many small objects that live, and its passes over them
-    would take a quarter of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _make_program(
-    graph: Graph,
-    mesh: DeviceMesh,
-    inputs: Sequence[PartitionSpec | None],
-    outputs: Sequence[PartitionSpec | None],
-    is_state: Sequence[bool],
-    objective: str,
-    strict: bool,
-    function_name: str,
-    result_names: Sequence[str],
-) -> Program:
     missing = _without_rule(graph)
     faults = hand_faults(graph, mesh)
     if strict:
@@ -131,40 +119,76 @@ def _make_program(
         tuple(is_state),
         OBJECTIVES[objective],
     )
-    labelling = infer(request, facts)
-    layouts = assemble(request, labelling)
+    found = _least(request, facts, fine_mesh, parts)
     if parts:
-        settled = _settle_ends(layouts, parts)
+        settled = _settle_ends(found.layouts, parts)
         if settled.inputs != request.inputs or settled.outputs != request.outputs:
             request = settled
-            labelling = infer(request, facts)
-            layouts = assemble(request, labelling)
-    draft = schedule(layouts)
-    numbering = _Numbering(layouts, fine_mesh, parts)
-    block = numbering.block(draft)
+            found = _least(request, facts, fine_mesh, parts)
+    block = found.block
     on_mesh = [
-        tuple(joined(layout, parts) or layout for layout in found)
-        for found in (block.inputs, block.outputs)
+        tuple(joined(layout, parts) or layout for layout in ends)
+        for ends in (block.inputs, block.outputs)
     ]
     notes = [
         f"no rule for {name} at {place or 'an unknown line'}: runs whole" for name, place in missing
     ]
-    if labelling.gap > 1e-9:
-        notes.append(f"the plan may cost up to {labelling.gap:.1%} more than the least one")
+    if (gap := found.layouts.labelling.gap) > 1e-9:
+        notes.append(f"the plan may cost up to {gap:.1%} more than the least one")
     names = [graph.names.get(t, f"argument {i}") for i, t in enumerate(graph.block.inputs)]
     results = list(result_names) or [f"result[{i}]" for i in range(len(graph.block.outputs))]
     plan = CommPlan(
         function_name,
         dict(mesh.shape),
         objective,
-        tuple(numbering.steps),
+        found.steps,
         dict(zip(names, map(str, on_mesh[0]), strict=True)),
         dict(zip(results, map(str, on_mesh[1]), strict=True)),
         tuple(notes),
-        labelling.gap,
-        explorer(request, labelling, names),
+        gap,
+        explorer(request, found.layouts.labelling, names),
     )
     return Program(graph, plan, block, on_mesh[0], on_mesh[1], fine_mesh, parts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Planned:
+    """Layouts, and what comes of them."""
+
+    layouts: Layouts
+    block: BlockSchedule
+    steps: tuple[CommStep, ...]
+
+    @property
+    def wire_bytes(self) -> float:
+        return sum(step.wire_bytes * step.times for step in self.steps)
+
+
+def _least(request: Request, facts: GraphFacts, mesh: DeviceMesh, parts: Parts) -> _Planned:
+    """The best plan that is found.
+
+    Under the objective "bytes" labellings are refined, axis after axis, as long as that sends less; and
+    the textbook labelling is another one to begin at, since it is where a person would.
+    """
+
+    def planned(layouts: Layouts) -> _Planned:
+        numbering = _Numbering(layouts, mesh, parts)
+        return _Planned(layouts, numbering.block(schedule(layouts)), tuple(numbering.steps))
+
+    best = planned(assemble(request, infer(request, facts)))
+    if request.objective.closure or len(best.layouts.axes) < 2:
+        return best
+    textbook = replace(request, objective=OBJECTIVES["standard"])
+    for start in (best, planned(assemble(request, infer(textbook, facts)))):
+        best = min(best, start, key=attrgetter("wire_bytes"))
+        patience = PATIENCE
+        for layouts in refine(request, facts, start.layouts):
+            found = planned(layouts)
+            patience = PATIENCE if found.wire_bytes < best.wire_bytes else patience - 1
+            best = min(best, found, key=attrgetter("wire_bytes"))
+            if not patience:
+                break
+    return best
 
 
 def _settle_ends(layouts: Layouts, parts: Parts) -> Request:

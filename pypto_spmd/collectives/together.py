@@ -8,10 +8,9 @@ want. So what all readers want scattered anyway is scattered as it is made, in o
 from collections import defaultdict
 from dataclasses import replace
 
-from pypto_spmd.collectives.axis import AxisLabels, Request
 from pypto_spmd.collectives.graph import Block
-from pypto_spmd.collectives.inference import Labelling
 from pypto_spmd.collectives.objective import Option
+from pypto_spmd.collectives.request import AxisLabels, Labelling, Request
 from pypto_spmd.sharding.layout import Label
 
 
