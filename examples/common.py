@@ -6,6 +6,7 @@ The model, the step, the table of layouts and the loop are each example's own.
 import argparse
 import json
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from math import prod
@@ -85,6 +86,13 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps, 1 or more")
     return int(text)
+
+
+def standard_library(length: int) -> np.ndarray:
+    """The sources of the standard library's modules as bytes, in pieces: (number, length)."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = np.frombuffer(b"\n".join(file.read_bytes() for file in files), np.uint8)
+    return text[: len(text) // length * length].reshape(-1, length)
 
 
 class Run:

@@ -1,17 +1,11 @@
-"""A small GPT in flax, trained on the Python standard library's own sources, byte by byte.
+"""A small GPT in flax linen, trained on the Python standard library's own sources, byte by byte.
 
-The batch is split over the mesh axis `data`, heads and hidden features over `model`, as in Megatron:
-column and row parallel layers in turn. Specs are chosen by the parameters' paths.
+Its layers are scanned, so that one is compiled and gathered at a time, and recomputed in the backward
+pass. The state is made on the mesh: no device ever holds a whole of what the layout splits.
 
-    python examples/train_gpt.py --mesh data=2,model=4
+    python examples/train_gpt.py --layout fsdp --mesh data=4,model=2
 """
 
-import argparse
-import re
-import sysconfig
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -19,93 +13,101 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common import mesh_argument, mesh_of
+from common import Layouts, Run, standard_library, training_options
+from flax.training.train_state import TrainState
 
-from pypto_spmd import PartitionSpec, spmd
+from pypto_spmd import spmd
+from pypto_spmd.training import (
+    Batches,
+    data_parallel,
+    fsdp,
+    prefetch,
+    tensor_parallel,
+    zero1,
+)
 
 VOCABULARY = 256  # bytes
-WIDTH, HEADS, LAYERS, CONTEXT = 128, 4, 2, 128
+WIDTH, HEADS, LAYERS, CONTEXT = 128, 8, 4, 128
+DROPOUT = 0.05
 BATCH = 16
 SEED = 0
 
-SPECS = (
-    (r"attention/(query|key|value)/kernel", PartitionSpec(None, "model", None)),
-    (r"attention/(query|key|value)/bias", PartitionSpec("model", None)),
-    (r"attention/out/kernel", PartitionSpec("model", None, None)),
-    (r"up/kernel", PartitionSpec(None, "model")),
-    (r"up/bias", PartitionSpec("model")),
-    (r"down/kernel", PartitionSpec("model", None)),
-)
-"""The spec of each parameter whose path matches; all others, and what has no dims, are whole."""
+LAYOUTS: Layouts = {
+    "dp": lambda *axes: data_parallel(axes),
+    "zero1": lambda *axes: zero1(axes),
+    "fsdp": lambda *axes: fsdp(axes),
+    "tp": lambda *axes: tensor_parallel(axis=axes),
+    "2d": lambda data, *model: data_parallel(data) | tensor_parallel(axis=model),
+}
+"""All but `2d` use every axis of the mesh for one purpose. Tensor parallelism goes by layers' names."""
+
+schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 20, 200, 3e-4)
+optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
 
 
 class Block(nn.Module):
     """Attention and a two-layer network, each behind a layer norm and beside a residual."""
 
+    training: bool
+
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps (batch, time, width) to the same."""
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        """Maps (batch, time, width) to the same; as `nn.scan` wants it, beside a result of each layer."""
+        dropout = nn.Dropout(DROPOUT, deterministic=not self.training)
         y = nn.LayerNorm(name="norm_1")(x)
         mask = nn.make_causal_mask(x[..., 0])
-        x = x + nn.MultiHeadDotProductAttention(num_heads=HEADS, name="attention")(y, y, mask=mask)
+        attention = nn.MultiHeadDotProductAttention(num_heads=HEADS, name="attention")
+        x = x + dropout(attention(y, y, mask=mask))
         y = nn.LayerNorm(name="norm_2")(x)
-        return x + nn.Dense(WIDTH, name="down")(nn.gelu(nn.Dense(4 * WIDTH, name="up")(y)))
+        y = nn.Dense(WIDTH, name="down")(nn.gelu(nn.Dense(4 * WIDTH, name="up")(y)))
+        return x + dropout(y), None
 
 
 class GPT(nn.Module):
     """Predicts each byte from those before it."""
 
     @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: jax.Array, training: bool = False) -> jax.Array:
         """Maps tokens (batch, time) to logits (batch, time, vocabulary)."""
         position = nn.Embed(CONTEXT, WIDTH, name="position")(jnp.arange(tokens.shape[1]))
         x = nn.Embed(VOCABULARY, WIDTH, name="token")(tokens) + position
-        for layer in range(LAYERS):
-            x = Block(name=f"block_{layer}")(x)
+        blocks = nn.scan(
+            nn.remat(Block, prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "dropout": True},
+            length=LAYERS,
+        )
+        x, _ = blocks(training, name="blocks")(x, None)
         return nn.Dense(VOCABULARY, name="head")(nn.LayerNorm(name="norm")(x))
+
+
+class State(TrainState):
+    """What is trained, and the key of the dropout, which each step folds its number into."""
+
+    key: jax.Array
 
 
 model = GPT()
 
 
-def logits_of(params: Any, tokens: jax.Array) -> Any:
-    """The model's logits, (batch, time, vocabulary)."""
-    return model.apply(params, tokens)
+def init(key: jax.Array) -> State:
+    """A new state."""
+    key, dropout = jax.random.split(key)
+    params = model.init(key, jnp.zeros((1, CONTEXT), jnp.int32))["params"]
+    return State.create(apply_fn=model.apply, params=params, tx=optimizer, key=dropout)
 
 
-def make_train_step(
-    optimizer: optax.GradientTransformation,
-) -> Callable[..., tuple[Any, Any, jax.Array]]:
-    """A serial step on `text`, (batch, context + 1); its loss is in nats a byte."""
+def train_step(state: State, text: jax.Array) -> tuple[State, jax.Array]:
+    """A serial step on bytes, (batch, context + 1); its loss is in nats a byte."""
+    tokens = text.astype(jnp.int32)
+    rngs = {"dropout": jax.random.fold_in(state.key, state.step)}
 
-    def train_step(params: Any, opt_state: Any, text: jax.Array) -> tuple[Any, Any, jax.Array]:
-        def loss_of(params: Any) -> jax.Array:
-            logits = logits_of(params, text[:, :-1])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
+    def loss_of(params: Any) -> jax.Array:
+        logits = model.apply({"params": params}, tokens[:, :-1], training=True, rngs=rngs)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
-        loss, grads = jax.value_and_grad(loss_of)(params)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    return train_step
-
-
-def spec_of(path: Any, leaf: Any) -> PartitionSpec:
-    """The spec of a parameter, or of an optimizer's moment of it, by its path."""
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    return next((spec for pattern, spec in SPECS if re.search(pattern, name)), PartitionSpec())
-
-
-def standard_library() -> np.ndarray:
-    """The sources of the standard library's modules, in a row."""
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    return np.frombuffer(b"\n".join(file.read_bytes() for file in files), np.uint8)
-
-
-def batches(text: np.ndarray, count: int) -> np.ndarray:
-    """Random windows, (count, batch, context + 1)."""
-    starts = np.random.default_rng(SEED).integers(0, len(text) - CONTEXT, (count, BATCH, 1))
-    return text[starts + np.arange(CONTEXT + 1)].astype(np.int32)
+    loss, grads = jax.value_and_grad(loss_of)(state.params)
+    return state.apply_gradients(grads=grads), loss
 
 
 @jax.jit
@@ -113,7 +115,7 @@ def continued(params: Any, prompt: jax.Array, key: jax.Array) -> jax.Array:
     """The prompt and what the model writes after it, as far as its context goes."""
 
     def write(place: jax.Array, text: jax.Array) -> jax.Array:
-        logits = logits_of(params, text[None])[0, place - 1]
+        logits = model.apply({"params": params}, text[None])[0, place - 1]
         return text.at[place].set(
             jax.random.categorical(jax.random.fold_in(key, place), 1.5 * logits)
         )
@@ -123,58 +125,34 @@ def continued(params: Any, prompt: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def main() -> None:
-    """Trains, compares the first losses with the serial function's, and lets the model write."""
-    parser = argparse.ArgumentParser(description="Train a small GPT on Python's sources.")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--check", type=int, default=20, help="steps to run serially too")
-    mesh_argument(parser, "data=2,model=4")
-    options = parser.parse_args()
-    mesh = mesh_of(options.mesh)
+    """Trains, lets the model write, and compares the first losses with the serial function's."""
+    options = training_options(
+        "Train a small GPT on Python's sources.", LAYOUTS, layout="2d", steps=200, check=20
+    )
+    mesh, layout = options.mesh, options.layout
 
-    text = standard_library()
-    batch_of = batches(text, options.steps)
-    warmup = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 20, max(options.steps, 21))
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(warmup))
-    train_step = make_train_step(optimizer)
-    params = model.init(jax.random.key(SEED), batch_of[0, :, :-1])
-    opt_state = optimizer.init(params)
-
-    state = jax.tree_util.tree_map_with_path(spec_of, (params, opt_state))
-    step = spmd(
-        mesh=mesh,
-        in_shardings=(*state, PartitionSpec("data")),
-        out_shardings=(*state, PartitionSpec()),
-        donate_argnames=("params", "opt_state"),
-    )(train_step)
-    count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    print(f"{count:,} parameters on {mesh}; {len(text):,} bytes of text")
-    print(step.plan(params, opt_state, batch_of[0]).summary())
-
-    serial, losses = jax.device_get((params, opt_state)), []
-    start = time.perf_counter()
-    for number, batch in enumerate(batch_of, 1):
-        params, opt_state, loss = step(params, opt_state, batch)
-        losses.append(float(loss))
-        if number % 25 == 0 or number == options.steps:
-            seconds = time.perf_counter() - start
-            print(
-                f"step {number:4d} of {options.steps}: {loss:.4f} nats a byte, {seconds:.0f} s",
-                flush=True,
-            )
+    start = spmd(init, mesh=mesh, parameter_shardings=layout)
+    step = spmd(train_step, mesh=mesh, parameter_shardings=layout, donate_argnames="state")
+    state = start(jax.random.key(SEED))
+    text = standard_library(CONTEXT + 1)
+    with (
+        prefetch(Batches(text, BATCH, drop_last=True), layout.batch, mesh=mesh) as batches,
+        Run(options) as run,
+    ):
+        state = run.resumed(state, batches)
+        serial = jax.device_get(state)
+        count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        print(f"layout {options.layout_name} on {mesh}: {count:,} parameters, {text.size:,} bytes")
+        print(step.plan(state, text[:BATCH]).summary())
+        for number in run.steps():
+            state, loss = step(state, next(batches))
+            run.done(number, loss, state, batches)
+        run.compare(jax.jit(train_step), serial, batches)
 
     prompt = np.frombuffer(b"def ", np.uint8).astype(np.int32)
-    written = continued(jax.device_get(params), prompt, jax.random.key(SEED))
+    written = continued(jax.device_get(state.params), prompt, jax.random.key(SEED))
     print(f"it writes: {bytes(np.asarray(written, np.uint8))!r}")
-
-    jitted = jax.jit(train_step)
-    for number, batch in enumerate(batch_of[: options.check]):
-        *serial, loss = jitted(*serial, batch)
-        if number + 1 == min(options.check, options.steps):
-            error = abs(losses[number] - float(loss))
-            print(
-                f"loss of step {number + 1}: {losses[number]:.6f}, serial {loss:.6f}, difference {error:.1e}"
-            )
-    print(f"final loss {losses[-1]:.4f} nats a byte (log 256 = {np.log(256):.4f} at the start)")
+    print(f"last loss {loss:.4f} nats a byte; without training it is log 256 = {np.log(256):.4f}")
 
 
 if __name__ == "__main__":
