@@ -1,13 +1,12 @@
-"""in_shardings beside parameter_shardings, and the forms in which articles write them."""
+"""in_shardings beside parameter_shardings."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
-from pypto_spmd import AUTO, DeviceMesh, PartitionSpec, ShardingError, ShardingSpec, spmd
+from pypto_spmd import AUTO, PartitionSpec, ShardingError, spmd
 from pypto_spmd.training import data_parallel, fsdp, tensor_parallel
 
 P = PartitionSpec
@@ -167,87 +166,6 @@ def test_rules_see_all_arguments_together(spmd_mesh, x):
     rules = [("^w1$", P(None, "model")), ("^w2$", P("model"))]
     found = layouts(spmd_mesh, x, x, x, function=loss, parameter_shardings=rules)
     assert (found["w1"], found["w2"]) == ("[-, model]", "[model, -]")
-
-
-# The article's forms: data parallel and hybrid training of a ResNet-like model
-
-
-class ResNetModel(nnx.Module):
-    def __init__(self, rngs):
-        self.conv = nnx.Conv(3, 64, kernel_size=(7, 7), strides=2, padding=3, rngs=rngs)
-        self.fc = nnx.Linear(64 * 4 * 4, 10, rngs=rngs)
-
-    def __call__(self, x):
-        x = self.conv(x)
-        return self.fc(x.reshape(x.shape[0], -1))
-
-
-@pytest.fixture
-def images():
-    random = np.random.default_rng(0)
-    return random.normal(size=(16, 8, 8, 3)).astype(np.float32), np.arange(16) % 10
-
-
-def criterion(outputs, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(outputs, labels).mean()
-
-
-def assert_trains_as_serial(step, serial, *arguments):
-    parallel, single = ResNetModel(nnx.Rngs(0)), ResNetModel(nnx.Rngs(0))
-    for _ in range(3):
-        got, want = step(parallel, *arguments), serial(single, *arguments)
-        np.testing.assert_allclose(got, want, rtol=1e-5)
-    for a, b in zip(*(jax.tree.leaves(nnx.state(m)) for m in (parallel, single)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-    step.verify(parallel, *arguments)
-
-
-def test_data_parallel_resnet(images):
-    mesh = DeviceMesh(devices=[0, 1, 2, 3], axis_names=["data"])
-    input_sharding = ShardingSpec(mesh, PartitionSpec("data", None, None, None))
-    param_sharding = ShardingSpec(mesh, PartitionSpec())
-
-    @spmd(
-        mesh=mesh,
-        in_shardings=[input_sharding],
-        out_sharding=param_sharding,
-        parameter_shardings=param_sharding,
-    )
-    def train_step(model, data, labels):
-        optimizer = nnx.Optimizer(model, optax.sgd(0.01), wrt=nnx.Param)
-        loss, grads = nnx.value_and_grad(lambda model: criterion(model(data), labels))(model)
-        optimizer.update(model, grads)
-        return loss
-
-    plan = train_step.plan(ResNetModel(nnx.Rngs(0)), *images)
-    plan.assert_counts(all_reduce=2)  # the loss, and one bucket of gradients
-    assert plan.in_layouts["labels"] == "[data]"
-    assert_trains_as_serial(train_step, train_step.__wrapped__, *images)
-
-
-def test_hybrid_resnet(images):
-    mesh = DeviceMesh(devices=[[0, 1], [2, 3]], axis_names=["data", "model"])
-    input_sharding = ShardingSpec(mesh, PartitionSpec("data", None, None, None))
-    weight_sharding = ShardingSpec(mesh, PartitionSpec(None, "model"))
-    data, labels = images
-
-    @spmd(
-        mesh=mesh,
-        in_shardings=[input_sharding],
-        parameter_shardings=weight_sharding,
-        out_sharding=input_sharding,
-    )
-    def hybrid_parallel_step(model, data):
-        optimizer = nnx.Optimizer(model, optax.sgd(0.01), wrt=nnx.Param)
-        loss, grads = nnx.value_and_grad(lambda model: criterion(model(data), labels))(model)
-        optimizer.update(model, grads)
-        return loss
-
-    layouts = hybrid_parallel_step.plan(ResNetModel(nnx.Rngs(0)), data).in_layouts
-    assert layouts["model['fc']['kernel']"] == "[-, model]"
-    assert layouts["model['conv']['kernel']"] == "[-, -, -, -]"  # 2 does not divide its 7 columns
-    assert layouts["data"] == "[data, -, -, -]"
-    assert_trains_as_serial(hybrid_parallel_step, hybrid_parallel_step.__wrapped__, data)
 
 
 def test_one_spec_for_results_passes_over_scalars(spmd_mesh, x):
