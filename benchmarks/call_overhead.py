@@ -3,7 +3,8 @@
 Each program is made three ways: decorated with @spmd, as `jax.jit(jax.shard_map(...))` with its
 collectives written by hand, and as plain `jax.jit` with the same shardings. All compute the same.
 Calls alternate in one run, so that whatever else the machine does falls on all of them alike; each
-ratio is the median of the ratios of neighbouring calls. A small GPT has no version by hand.
+ratio is the median of the ratios of neighbouring calls. Compiling is told in processor time, which other
+processes disturb least. A small GPT has no version by hand.
 
     python benchmarks/call_overhead.py [--calls 300] [--compiles 3]
 """
@@ -178,16 +179,16 @@ def call_times(
 def compile_times(
     program: Program, mesh: DeviceMesh, args: tuple[Any, ...], repeats: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Seconds until a new function is traced, planned and lowered, and until it is compiled."""
+    """Seconds of processor time to trace, plan and lower a new function, and to compile it."""
     times: dict[str, dict[str, list[float]]] = {"lower": {}, "compile": {}}
     for number in range(repeats + 1):
         for name, function in variants(program, mesh).items():
             jax.clear_caches()
-            start = time.perf_counter()
+            start = time.process_time()
             lowered = function.lower(*args)
-            middle = time.perf_counter()
+            middle = time.process_time()
             lowered.compile()
-            end = time.perf_counter()
+            end = time.process_time()
             if number:  # the first one warms everything up
                 times["lower"].setdefault(name, []).append(middle - start)
                 times["compile"].setdefault(name, []).append(end - middle)
@@ -230,7 +231,8 @@ def main() -> None:
         print(row(title, times, 1e-6, GOAL_CALL), flush=True)
 
     print(
-        f"\nto compile, milliseconds (median of {options.compiles}; goal {GOAL_COMPILE})\n{header}"
+        f"\nto compile, milliseconds of processor time (median of {options.compiles}; "
+        f"goal {GOAL_COMPILE})\n{header}"
     )
     planned = {}
     for title, (program, args) in cases.items():
@@ -238,7 +240,9 @@ def main() -> None:
         planned[title] = times["lower"]
         print(row(title, times["compile"], 1e-3, GOAL_COMPILE), flush=True)
 
-    print(f"\nbefore that: to trace, plan (spmd) and lower, milliseconds\n{header}")
+    print(
+        f"\nbefore that: to trace, plan (spmd) and lower, milliseconds of processor time\n{header}"
+    )
     for title, times in planned.items():
         print(row(title, times, 1e-3, float("inf")), flush=True)
 
