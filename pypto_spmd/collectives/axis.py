@@ -345,6 +345,9 @@ class AxisProblem:
             tuple((domains[t], moves[t]) for t in outputs),
             tuple(self.facts.bytes[t] for t, _ in reads),
             tuple(self.facts.bytes[t] for t in outputs),
+            tuple(
+                tuple([labels.stored[t][0].kind == "S" for labels in self.others]) for t in outputs
+            ),
         )
         work, read_tables, store_tables = bundle
         if work is not None:

@@ -117,6 +117,7 @@ def equation_tables(
     results: tuple[tuple[tuple[Option, ...], Mobility], ...],
     read_bytes: tuple[int, ...],
     result_bytes: tuple[int, ...],
+    scattered: tuple[tuple[bool, ...], ...],
 ) -> tuple[Table | None, tuple[Table | None, ...], tuple[Table | None, ...]]:
     """The tables of one equation: of its choice, and of its choice with each operand and result."""
 
@@ -133,7 +134,11 @@ def equation_tables(
         read_tables.append(table if table.array.any() else None)
     store_tables = []
     for position, ((options, moves), whole) in enumerate(zip(results, result_bytes, strict=True)):
-        size = local_bytes(whole, [c.results[position] for c in theirs])
+        labels = [c.results[position] for c in theirs]
+        size = local_bytes(whole, labels)
+        for label, n, split in zip(labels, sizes, scattered[position], strict=True):
+            # What another axis scatters is scattered before this one moves it, or together with it.
+            size /= n if split and label.kind == "P" else 1
         made = tuple(c.results[position] for c in found)
         table = store_table(options, made, size, axis_size, moves, weight)
         store_tables.append(table if table.array.any() else None)

@@ -171,8 +171,13 @@ class JointMoves:
         """The difference of storing a tensor as `option`; `fixed` is how it nests as it is made."""
         theirs = self._nearest(tensor, made[1:])
         order = self._order(tensor, option)
+        # As the axis counts: what another one scatters is scattered first.
+        cuts = tuple(
+            labels.stored[tensor][0] if label.kind == "P" else label
+            for label, labels in zip(made[1:], self.others, strict=True)
+        )
         return min(
-            self._difference(tensor, made, (own, *theirs), made[1:], fixed, order) for own in option
+            self._difference(tensor, made, (own, *theirs), cuts, fixed, order) for own in option
         )
 
     def _nearest(self, tensor: int, labels: Labels) -> Labels:

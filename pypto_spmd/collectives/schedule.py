@@ -40,6 +40,21 @@ class _BlockScheduler:
         self.outputs = outputs
         self.items: list[DraftConvert | DraftRun] = []
         self.available: dict[int, list[Layout]] = {}
+        self.wanted = self._wanted()
+        self.stores: dict[int, bool] = {}
+
+    def _wanted(self) -> dict[int, list[Layout]]:
+        """The layouts in which each tensor is read in this block, in order."""
+        wanted: dict[int, list[Layout]] = {}
+        reads = [
+            *((e.inputs, self._operands(e)) for e in self.block.equations),
+            (self.block.outputs, self.outputs),
+        ]
+        for atoms, layouts in reads:
+            for atom, layout in zip(atoms, layouts, strict=True):
+                if not isinstance(atom, Constant):
+                    wanted.setdefault(atom, []).append(layout)
+        return wanted
 
     def run(self) -> DraftBlock:
         for tensor, layout in zip(self.block.inputs, self.inputs, strict=True):
@@ -68,11 +83,37 @@ class _BlockScheduler:
             kept.append(item)
         return kept[::-1]
 
-    def _equation(self, equation: Equation) -> None:
-        operands = tuple(self.layouts.operand(equation, i) for i in range(len(equation.inputs)))
-        results = tuple(self.layouts.result(equation, i) for i in range(len(equation.outputs)))
+    def _operands(self, equation: Equation) -> tuple[Layout, ...]:
+        """The layouts in which an equation reads its operands."""
+        layouts = self.layouts
+        if equation.rule is not None:
+            return tuple(layouts.operand(equation, i) for i in range(len(equation.inputs)))
+        if equation.name == "cond":
+            first = equation.bodies[0]
+            return (Layout.replicated(0), *(layouts.stored(t) for t in first.inputs))
+        if equation.region is not None:
+            (body,) = equation.bodies
+            bound = map(layouts.stored, body.inputs)
+            return tuple(map(layouts.around, equation.region.inputs, bound))
+        position = _Positions(equation)
+        found: dict[int, Layout] = {}
+        for link in links_of(equation, self.block.weight):
+            if link.kind in ("const", "init"):
+                found[position.operand(link.target)] = layouts.stored(link.target)
+            elif link.kind == "xs":
+                found[position.operand(link.target)] = layouts.stack(link)
+        return tuple(found[i] for i in range(len(equation.inputs)))
+
+    def _read(self, equation: Equation) -> tuple[Layout, ...]:
+        """Makes an equation's operands available, and tells their layouts."""
+        operands = self._operands(equation)
         for atom, layout in zip(equation.inputs, operands, strict=True):
             self._require(atom, layout, equation)
+        return operands
+
+    def _equation(self, equation: Equation) -> None:
+        results = tuple(self.layouts.result(equation, i) for i in range(len(equation.outputs)))
+        operands = self._read(equation)
         self.items.append(DraftRun(equation, self.block, operands, results))
         self._define(equation, results)
 
@@ -81,22 +122,43 @@ class _BlockScheduler:
             self.available[tensor] = [layout]
 
     def _require(self, atom: Atom, target: Layout, reader: Equation | None) -> None:
-        """Makes a tensor available in `target`, by way of a layout in which it is stored.
-
-        The axes' stored labels were chosen one by one, so that together they may be no station on the way:
-        where it is cheaper, the tensor goes straight to the target.
-        """
+        """Makes a tensor available in `target`."""
         if isinstance(atom, Constant) or target in self.available[atom]:
             return
-        stored = self.layouts.stored(atom, {a: target.label(a) for a in self.layouts.axes})
-        straight = self._path(atom, target, self.available[atom])
-        if stored not in self.available[atom]:
-            there = self._path(atom, stored, self.available[atom])
-            onward = self._path(atom, target, [stored])
-            if self._cost(atom, there + onward) <= self._cost(atom, straight):
-                self._convert(atom, there, reader)
-                straight = onward
-        self._convert(atom, straight, reader)
+        if atom not in self.stores:
+            self.stores[atom] = self._total(atom, stores=True) <= self._total(atom, stores=False)
+        self._convert(
+            atom, self._legs(atom, target, self.available[atom], self.stores[atom]), reader
+        )
+
+    def _legs(
+        self, tensor: int, target: Layout, available: list[Layout], stores: bool
+    ) -> tuple[Leg, ...]:
+        """How a tensor gets to `target`: by way of a layout in which it is stored, or straight.
+
+        The axes' stored labels were chosen one by one, so that together they may be no station on the way.
+        """
+        straight = self._path(tensor, target, available)
+        stored = self.layouts.stored(tensor, {a: target.label(a) for a in self.layouts.axes})
+        if stored in available:
+            return straight
+        there = self._path(tensor, stored, available)
+        onward = self._path(tensor, target, [stored])
+        if stores or self._cost(tensor, there + onward) <= self._cost(tensor, straight):
+            return there + onward
+        return straight
+
+    def _total(self, tensor: int, *, stores: bool) -> tuple[float, int]:
+        """What all readers of a tensor cost: a station may be dear for one of them and serve the others."""
+        available = list(self.available[tensor])
+        legs: list[Leg] = []
+        for target in self.wanted[tensor]:
+            if target not in available:
+                for leg in self._legs(tensor, target, available, stores):
+                    if leg.target not in available:
+                        available.append(leg.target)
+                        legs.append(leg)
+        return self._cost(tensor, tuple(legs))
 
     def _path(self, tensor: int, target: Layout, sources: list[Layout]) -> tuple[Leg, ...]:
         """The cheapest legs to `target` from any of several layouts."""
@@ -130,16 +192,11 @@ class _BlockScheduler:
             return
         bound: dict[int, Layout] = {}
         wanted: dict[tuple[int, int], Layout] = {}
-        operands: dict[int, Layout] = {}
         results: dict[int, Layout] = {}
         position = _Positions(equation)
         for link in links_of(equation, self.block.weight):
-            if link.kind in ("const", "init"):
+            if link.kind in ("const", "init", "xs"):
                 bound[link.target] = self.layouts.stored(link.target)
-                operands[position.operand(link.target)] = bound[link.target]
-            elif link.kind == "xs":
-                bound[link.target] = self.layouts.stored(link.target)
-                operands[position.operand(link.target)] = self.layouts.stack(link)
             elif link.kind == "same":
                 bound[link.target] = self.layouts.stored(link.tensor)
             elif link.kind == "carry":
@@ -152,10 +209,8 @@ class _BlockScheduler:
                 wanted[place] = self.layouts.slice_of(results[link.target])
         if equation.name == "while":
             wanted[0, 0] = Layout.replicated(0)
-        read = tuple(operands[i] for i in range(len(equation.inputs)))
         made = tuple(results[t] for t in equation.outputs)
-        for atom, layout in zip(equation.inputs, read, strict=True):
-            self._require(atom, layout, equation)
+        read = self._read(equation)
         bodies = tuple(
             _BlockScheduler(
                 self.layouts,
@@ -169,11 +224,8 @@ class _BlockScheduler:
         self._define(equation, made)
 
     def _cond(self, equation: Equation) -> None:
-        first = equation.bodies[0]
-        read = (Layout.replicated(0), *(self.layouts.stored(t) for t in first.inputs))
         made = tuple(self.layouts.stored(t) for t in equation.outputs)
-        for atom, layout in zip(equation.inputs, read, strict=True):
-            self._require(atom, layout, equation)
+        read = self._read(equation)
         bodies = tuple(
             _BlockScheduler(self.layouts, body, read[1:], made).run() for body in equation.bodies
         )
@@ -184,11 +236,9 @@ class _BlockScheduler:
         layouts = self.layouts
         (body,) = equation.bodies
         bound = tuple(layouts.stored(t) for t in body.inputs)
-        read = tuple(map(layouts.around, region.inputs, bound))
         given_back = tuple(layouts.inside(region.axes, t) for t in equation.outputs)
         made = tuple(map(layouts.around, region.outputs, given_back))
-        for atom, layout in zip(equation.inputs, read, strict=True):
-            self._require(atom, layout, equation)
+        read = self._read(equation)
         inside = _BlockScheduler(layouts, body, bound, given_back).run()
         self.items.append(DraftRun(equation, self.block, read, made, (inside,)))
         self._define(equation, made)

@@ -535,6 +535,16 @@ def test_plans_of_a_transformer(mesh, layout, counts):
     plan.assert_counts(**counts)
 
 
+@pytest.mark.parametrize("layout", [zero1(("data", "model")), fsdp(("data", "model"))], ids=repr)
+def test_clipping_adds_no_collective(mesh, layout):
+    """Gradients are read for their norm and again to be scaled, small ones whole, large ones split."""
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    plan, _ = plan_of(mesh, "gpt", layout, clipped)
+    # the small gradients, and the loss with the norm
+    plan.assert_counts(all_reduce=2, reduce_scatter=LARGE, all_gather=LARGE)
+    assert sorted(step.tensors for step in plan.steps if step.kind == "all_reduce")[0] == 2
+
+
 # Experts
 
 EXPERTS = [("experts", P("model"))]
