@@ -28,7 +28,7 @@ from pypto_spmd.executable import Executable
 from pypto_spmd.given_layouts import GivenLayouts
 from pypto_spmd.mesh import DeviceMesh, Topology, current_mesh
 from pypto_spmd.mesh.topology import Link
-from pypto_spmd.numpy_body import numpy_body, uses_numpy
+from pypto_spmd.numpy_body import numpy_body, uses_no_library, uses_numpy
 from pypto_spmd.sharding.spec import UNEVEN
 from pypto_spmd.state import next_values, state_flags
 from pypto_spmd.tracing import Traced, trace
@@ -384,7 +384,7 @@ class SPMDFunction:
 
     @functools.cached_property
     def _may_be_numpy(self) -> bool:
-        return uses_numpy(self.__wrapped__)
+        return uses_numpy(self.__wrapped__) or uses_no_library(self.__wrapped__)
 
     def _mesh(self) -> DeviceMesh:
         mesh = self._default_mesh or inlining_mesh() or current_mesh()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import packaging.version
 import pytest
 from numpy.linalg import norm
 
@@ -595,7 +596,14 @@ def test_uses_numpy(fn, expected):
         (only_constants, [A], True),
         (only_constants, [jnp.ones(3)], False),
         (only_constants, [jax.ShapeDtypeStruct((3,), jnp.float32)], False),
-        (only_operators, [A, B], False),
+        (only_operators, [A, B], True),
+        (only_operators, [A, jax.ShapeDtypeStruct((6, 3), jnp.float64)], True),
+        (only_operators, [A, jnp.ones((6, 3))], False),
+        (only_operators, [jax.ShapeDtypeStruct((4, 6), jnp.float32)] * 2, False),
+        (lambda x: packaging.version.parse(x), [A], False),
+        (lambda x: x.at[0].set(1), [A], False),
+        (lambda x: jitted(x), [A], False),
+        (jax.vmap(only_operators), [A, B], False),
         (uses_both, [A], False),
         (jax_methods, [jnp.ones(3)], False),
         (lambda x: x.T.sum(axis=0) * np.float32(2), [jnp.ones((3, 2))], False),

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pypto_spmd.numpy_body.evidence import uses_numpy
+from pypto_spmd.numpy_body.evidence import uses_no_library, uses_numpy
 from pypto_spmd.numpy_body.functions import STOP_AT_NUMPY, NumpyApplied
 from pypto_spmd.numpy_body.rewrite import as_jax
 
@@ -18,7 +18,8 @@ def numpy_body(
 
     It is, if the code refers to NumPy and not to JAX, and either all arrays are NumPy's or the code
     applies a NumPy function to one of them. So `x * np.sqrt(2.0)` on JAX arrays keeps JAX's rules,
-    and on NumPy arrays NumPy's: both as the undecorated function does.
+    and on NumPy arrays NumPy's: both as the undecorated function does. Code that refers to no library
+    (`a @ b`) means what its arrays mean.
 
     Args:
         fn: the function.
@@ -28,13 +29,23 @@ def numpy_body(
     Returns:
         `as_jax(fn)`, to be traced and run under `jax.enable_x64(True)`; None if JAX's rules hold.
     """
-    if not uses_numpy(fn):
-        return None
     leaves = jax.tree.leaves((args, kwargs or {}))
     arrays = [leaf for leaf in leaves if hasattr(leaf, "dtype") and hasattr(leaf, "shape")]
-    if all(isinstance(array, np.ndarray | np.generic) for array in arrays):
-        return as_jax(fn)
-    return as_jax(fn) if _applies_numpy(fn, args, kwargs or {}) else None
+    if uses_numpy(fn):
+        if all(isinstance(array, np.ndarray | np.generic) for array in arrays):
+            return as_jax(fn)
+        return as_jax(fn) if _applies_numpy(fn, args, kwargs or {}) else None
+    # Where nothing is of 64 bits, JAX's rules do as well.
+    are_numpy = any(map(_is_wide, arrays)) and all(
+        isinstance(array, np.ndarray | np.generic) or _is_wide(array) for array in arrays
+    )
+    return as_jax(fn) if are_numpy and uses_no_library(fn) else None
+
+
+def _is_wide(array: Any) -> bool:
+    """Whether an array is of a type that NumPy has and JAX narrows, unless it is asked not to."""
+    dtype = array.dtype
+    return isinstance(dtype, np.dtype) and jax.dtypes.canonicalize_dtype(dtype) != dtype
 
 
 def _applies_numpy(fn: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """Whether a function is NumPy code: what its code refers to, and what it does with its arguments.
 
-Code that refers to JAX at all is JAX code, and code that refers to neither (`a @ b`) follows JAX's
-rules too. Only code that refers to NumPy and not to JAX is read as NumPy code.
+Code that refers to JAX at all is JAX code. Code that refers to NumPy and not to JAX is read as NumPy
+code; what code that refers to no library (`a @ b`) means depends on the arrays that it is given.
 """
 
 import dis
@@ -23,6 +23,8 @@ _JAX_LIBRARIES = frozenset(
 )
 # SciPy is written in NumPy, and JAX has twins of many of its functions.
 NUMPY_LIBRARIES = frozenset({"numpy", "scipy"})
+_ONLY_JAX_ARRAYS_HAVE = frozenset(dir(jax.Array)) - frozenset(dir(np.ndarray))
+_PYTHON = frozenset({*sys.stdlib_module_names, "pypto_spmd", ""})
 _INSTALLED = tuple(
     {
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -44,8 +46,19 @@ def uses_numpy(fn: Callable) -> bool:
     return "numpy" in libraries and "jax" not in libraries
 
 
+def uses_no_library(fn: Callable) -> bool:
+    """Whether a function refers to nothing but Python itself and other such functions.
+
+    What only JAX's arrays have (`x.at`) is a reference too.
+
+    Args:
+        fn: a function, method, partial or callable object.
+    """
+    return not set(_libraries(fn, set()))
+
+
 def _libraries(value: Any, seen: set[int]) -> Iterator[str]:
-    """ "numpy" and "jax", once for each reference found."""
+    """What `library_of` tells, once for each reference found."""
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -60,6 +73,8 @@ def _libraries(value: Any, seen: set[int]) -> Iterator[str]:
             if is_users_function(method):
                 yield from _libraries(method, seen)
     elif is_users_function(value):
+        if names_in(value) & _ONLY_JAX_ARRAYS_HAVE:
+            yield "jax"
         for _, referred in references(value):
             yield from _libraries(referred, seen)
     elif library := library_of(value):
@@ -74,7 +89,7 @@ def _libraries_of_type(kind: type) -> Iterator[str]:
 
 
 def library_of(value: Any) -> str | None:
-    """ "numpy" or "jax" for something that belongs to it, None for anything else, data included.
+    """ "numpy", "jax" or "other" for what belongs to a library, None for anything else, data included.
 
     Args:
         value: what code refers to.
@@ -89,10 +104,21 @@ def library_of(value: Any) -> str | None:
         roots = {_root(base.__module__) for base in value.__mro__}
     else:
         roots = {_root(base.__module__) for base in type(value).__mro__}
-        roots.add(_root(getattr(value, "__module__", None)))
+        # What JAX makes of a user's function (jax.vmap(f)) passes for a function of the user's module.
+        home = getattr(value, "__globals__", {}).get("__name__")
+        roots |= {_root(getattr(value, "__module__", None)), _root(home)}
     if roots & _JAX_LIBRARIES:
         return "jax"
-    return "numpy" if roots & NUMPY_LIBRARIES else None
+    if roots & NUMPY_LIBRARIES:
+        return "numpy"
+    return None if roots <= _PYTHON or not _is_code_of_library(value) else "other"
+
+
+def _is_code_of_library(value: Any) -> bool:
+    if isinstance(value, ModuleType):
+        return not is_users_module(value)
+    module = sys.modules.get(getattr(value, "__module__", None) or "")
+    return callable(value) and module is not None and not is_users_module(module)
 
 
 def _root(module: Any) -> str:
