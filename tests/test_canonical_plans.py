@@ -273,6 +273,35 @@ def test_scanned_layers(spmd_mesh, size, examples, layout):
     assert {step.elements for step in in_loop} == {size["width"] ** 2}
 
 
+@pytest.mark.parametrize("layout", ["fully sharded", "data parallel"])
+def test_scanned_layers_whose_gradients_are_clipped(spmd_mesh, size, examples, layout):
+    """Read twice, for their norm and to be scaled, gradients are still reduced as without clipping."""
+
+    def loss(params, x, y):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["stack"])
+        return jnp.mean((x @ params["head"] - y) ** 2)
+
+    def step(params, x, y):
+        value, gradients = jax.value_and_grad(loss)(params, x, y)
+        norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradients)))
+        clipped = lambda p, g: p - 0.1 * jnp.where(norm < 1, g, g / norm)  # noqa: E731
+        return jax.tree.map(clipped, params, gradients), value
+
+    width = size["width"]
+    shapes = {"stack": floats(6, width, width), "head": floats(width, width)}
+    is_sharded = layout == "fully sharded"
+    specs = {"stack": P(None, "data"), "head": P("data")} if is_sharded else P()
+    decorated = spmd(
+        step, mesh=spmd_mesh, in_shardings=[specs, P("data"), P("data")], out_shardings=(specs, P())
+    )
+    plan = decorated.plan(shapes, examples, examples)
+    if is_sharded:
+        plan.assert_counts(all_gather=3, reduce_scatter=2, all_reduce=1)  # the loss and the norm
+    else:
+        plan.assert_counts(all_reduce=2)
+        assert [(step.tensors, step.repeat) for step in plan.steps] == [(1, 1), (2, 1)]
+
+
 # Vocabularies ----------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pypto_spmd.collectives.axis_tables import stack_labels
+from pypto_spmd.collectives.axis_tables import piled_label, stack_labels
 from pypto_spmd.collectives.graph import Atom, Block, Constant, Equation, Graph
 from pypto_spmd.collectives.links import Link, links_of
 from pypto_spmd.collectives.objective import Mobility, Option, move_cost
@@ -134,12 +134,12 @@ class Layouts:
         leading = tuple(a for a in order if a in dict(owners))
         return Layout((leading, *inner.dims), tuple(partial))
 
-    def pile(self, tensor: int) -> Layout:
-        """The layout in which a scan makes a pile of slices (ys): stored, but the leading dim whole."""
-        labels = {}
+    def pile(self, link: Link) -> Layout:
+        """The layout in which a scan makes a pile of slices (ys)."""
+        tensor, labels = link.target, {}
         for axis, theirs in self.labelling.axes.items():
-            label = theirs.stored[tensor][0]
-            labels[axis] = R if label.kind == "S" and label.dim == 0 else label
+            inner = theirs.stored[link.source] if isinstance(link.source, int) else (R,)
+            labels[axis] = piled_label(inner, theirs.stored[tensor][0])
         return layout_of(labels, self.rank(tensor), self.tensor_order.get(tensor, self.axes))
 
     def slice_of(self, pile: Layout) -> Layout:
@@ -333,7 +333,7 @@ class _Nesting:
             return self._bytes(link.tensor, layouts.stored(link.tensor, labels), stack)
         source = layouts.stored(link.tensor)
         if link.kind == "ys":
-            return self._bytes(link.tensor, source, layouts.slice_of(layouts.pile(link.target)))
+            return self._bytes(link.tensor, source, layouts.slice_of(layouts.pile(link)))
         target = layouts.stored(link.target)
         if link.kind == "same" and source != target:
             return np.inf

@@ -381,7 +381,8 @@ class AxisProblem:
                 continue
             if isinstance(link.source, Constant) or link.source == link.target:
                 continue
-            size = self._stored_bytes(link.source if link.source_shift > 0 else link.target)
+            # Stacks are read whole, piles are made slice by slice.
+            size = self._stored_bytes(link.source if link.source_shift else link.target)
             table = link_table(
                 link.kind, self.domains[link.source], self.domains[link.target], size, self.size,
                 self.mobility[link.source], link.weight, self.objective.keep_stacks,

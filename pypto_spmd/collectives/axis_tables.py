@@ -206,7 +206,10 @@ def _bind_cost(
     if kind == "same":
         return 0.0 if source == (delivered,) else np.inf
     if kind == "ys":
-        return weight * read_cost(source, slice_label(delivered), size, axis_size, mobility)
+        cost = weight * read_cost(source, slice_label(delivered), size, axis_size, mobility)
+        if piled_label(source, delivered) != delivered:
+            cost -= (weight - 1) * COLLECTIVE_COST  # reduced once
+        return cost
     if kind != "xs":
         return weight * read_cost(source, delivered, size, axis_size, mobility)
     best = np.inf
@@ -223,6 +226,13 @@ def slice_label(stack: Label) -> Label:
     if stack.kind != "S":
         return stack
     return S(stack.dim - 1) if stack.dim else R
+
+
+def piled_label(inner: Option, stack: Label) -> Label:
+    """The label in which a stack is made of slices: partial ones are reduced together, after the loop."""
+    if stack.kind == "R" and all(member.kind == "P" for member in inner):
+        return inner[0]
+    return R if stack == S(0) else stack
 
 
 def stack_labels(inner: Label) -> tuple[Label, ...]:

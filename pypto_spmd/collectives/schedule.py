@@ -204,7 +204,7 @@ class _BlockScheduler:
             elif link.kind == "result":
                 results[link.target] = self.layouts.stored(link.tensor)
             elif link.kind == "ys":
-                results[link.target] = self.layouts.pile(link.target)
+                results[link.target] = self.layouts.pile(link)
                 place = position.pile(link.target)
                 wanted[place] = self.layouts.slice_of(results[link.target])
         if equation.name == "while":
