@@ -222,6 +222,7 @@ class Signature:
         faults: list[Fault],
     ) -> None:
         self._signature = _signature_of(function)
+        self._name = getattr(function, "__name__", "function")
         parameters = list(self._signature.parameters.values())
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self._by_place = [p.name for p in parameters if p.kind in positional]
@@ -278,7 +279,10 @@ class Signature:
         Raises:
             TypeError: as the function itself would, when they don't fit its signature.
         """
-        given = self._signature.bind(*args, **kwargs).arguments
+        try:
+            given = self._signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{self._name}() {error}") from None
         rest = [f"{self._rest}[{i}]" for i in range(len(args) - len(self._by_place))]
         named = [*zip([*self._by_place, *rest], args, strict=False)]
         names, values, statics = [], [], []

@@ -409,7 +409,7 @@ class SPMDFunction:
 
     def _program(self, arguments: Arguments) -> Executable:
         """The program of a call, made if there is none yet."""
-        raise_faults(self._subject(), arguments.faults())
+        raise_faults(self._subject(), [*arguments.faults(), *_mesh_faults()])
         mesh = self._mesh()
         function = None
         if self._may_be_numpy:
@@ -608,6 +608,22 @@ _SETTINGS = operator.attrgetter(
     "jax_numpy_rank_promotion",
     "jax_default_prng_impl",
 )
+
+
+def _mesh_faults() -> list[Fault]:
+    """What is wrong with JAX's own current mesh."""
+    current = jax.sharding.get_abstract_mesh()
+    if not current.explicit_axes:
+        return []
+    axes = listed([repr(axis) for axis in current.explicit_axes])
+    return [
+        Fault(
+            f"it is called under jax.set_mesh of a mesh whose axes {axes} are Explicit.",
+            "There JAX keeps each array's sharding in its type, and would have the function say what is "
+            "planned.",
+            "call it outside of jax.set_mesh, or make that mesh of AxisType.Auto.",
+        )
+    ]
 
 
 def _trace_context() -> tuple[Any, ...]:

@@ -48,11 +48,17 @@ _ASKED_FOR_VALUE: Mapping[type[Exception], tuple[str, str]] = {
 }
 """What the code does, and what to use instead, by JAX's error; the subclasses come first."""
 
-_SHAPE_ERROR = "Shapes must be 1D sequences of concrete values"
-_ASKED_FOR_SHAPE = (
-    "makes an array whose shape is a traced value",
-    "take sizes from x.shape; or make the argument that it comes from static: static_argnames.",
-)
+_TYPE_ERRORS = {
+    "Shapes must be 1D sequences of concrete values": (
+        "makes an array whose shape is a traced value",
+        "take sizes from x.shape; or make the argument that it comes from static: static_argnames.",
+    ),
+    "Tracer.__format__": (
+        "writes the value of a traced array as text",
+        'use jax.debug.print("{}", x), which prints it when the program runs.',
+    ),
+}
+"""What the messages of JAX's and Python's TypeErrors have in them, and what is told instead."""
 
 _LIBRARIES = (
     "jax",
@@ -128,9 +134,10 @@ def trace(
         )
         _explain(error, name, does, instead)
     except TypeError as error:
-        if _SHAPE_ERROR not in str(error):
+        told = next((told for part, told in _TYPE_ERRORS.items() if part in str(error)), None)
+        if told is None:
             raise
-        _explain(error, name, *_ASKED_FOR_SHAPE)
+        _explain(error, name, *told)
     jaxpr, captured = hoist_consts(lift_consts(closed))
     results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jaxpr.out_avals]
     names = _captured_names(function, captured)

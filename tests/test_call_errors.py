@@ -193,11 +193,23 @@ def test_a_call_with_descriptions(spmd_mesh):
 def test_a_call_that_does_not_fit_the_signature(spmd_mesh, x):
     decorated = spmd(step, mesh=spmd_mesh)
     for args, message in (
-        ((x,), "missing a required argument: 'x'"),
-        ((x,) * 3, "too many positional"),
+        ((x,), r"step\(\) missing a required argument: 'x'"),
+        ((x,) * 3, r"step\(\) too many positional"),
     ):
         with pytest.raises(TypeError, match=message):
             decorated(*args)
+
+
+def test_a_current_mesh_of_explicit_axes(spmd_mesh, x):
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"), axis_types=explicit)):
+        assert told(spmd(lambda a: a, mesh=spmd_mesh), x) == (
+            "@spmd function '<lambda>': it is called under jax.set_mesh of a mesh whose axes 'data' and "
+            "'model' are Explicit.\n"
+            "  There JAX keeps each array's sharding in its type, and would have the function say what is "
+            "planned.\n"
+            "  Fix: call it outside of jax.set_mesh, or make that mesh of AxisType.Auto."
+        )
 
 
 def test_faults_of_a_hot_function(spmd_mesh, x):
@@ -247,6 +259,11 @@ def shaped(_, count):
     return jnp.zeros(count)
 
 
+def printed(a, _):
+    print(f"{a.sum():.2f}")
+    return a
+
+
 @pytest.mark.parametrize(
     ("function", "line", "does", "instead"),
     [
@@ -283,6 +300,12 @@ def shaped(_, count):
             1,
             "makes an array whose shape is a traced value: return jnp.zeros(count)",
             "take sizes from x.shape; or make the argument that it comes from static: static_argnames.",
+        ),
+        (
+            printed,
+            1,
+            'writes the value of a traced array as text: print(f"{a.sum():.2f}")',
+            'use jax.debug.print("{}", x), which prints it when the program runs.',
         ),
     ],
 )
