@@ -33,18 +33,25 @@ Layouts = Mapping[str, Callable[..., Layout]]
 
 
 def training_options(
-    description: str, layouts: Layouts, *, layout: str, steps: int, check: int
+    description: str | argparse.ArgumentParser,
+    layouts: Layouts,
+    *,
+    layout: str,
+    steps: int,
+    check: int,
 ) -> argparse.Namespace:
     """What the command line says, with `mesh` a mesh and `layout` one of `layouts` on it.
 
     Args:
-        description: what the example does, in a sentence.
+        description: what the example does, in a sentence; or a parser that has it, and further options.
         layouts: the layouts to choose from.
         layout: the name of the usual one.
         steps: the usual number of steps.
         check: the usual number of steps that are run serially too.
     """
-    parser = argparse.ArgumentParser(description=description)
+    parser = description
+    if isinstance(parser, str):
+        parser = argparse.ArgumentParser(description=parser)
     add = parser.add_argument
     usual = "data=4,model=2"
     text = f"the mesh's axes and their sizes (default: {usual}); data=1 is one device"
