@@ -23,8 +23,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pypto_spmd._jax_internal import checkify_inside
 from pypto_spmd.collectives import lowering, planner
 from pypto_spmd.collectives.effects import unordered
+from pypto_spmd.collectives.fused_pads import with_fused_pads
 from pypto_spmd.collectives.graph import build_graph
-from pypto_spmd.collectives.padding import is_uneven, pad_uneven
+from pypto_spmd.collectives.padding import Uneven, is_uneven, pad_inner, pad_uneven
 from pypto_spmd.collectives.program import Program
 from pypto_spmd.collectives.splices import fuse_splices
 from pypto_spmd.collectives.trace import report
@@ -142,27 +143,41 @@ def hoist_consts(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[Any, ...]]:
 def program_of(call: Call) -> Program:
     """Plans a call; the program is made once."""
     options, layouts = call.options, call.layouts
-    graph = without_needless(with_wide_sums(build_graph(call.jaxpr, options.argument_names)))
-    notes: tuple[str, ...] = ()
-    if options.pads:
-        with options.scope():
-            uneven = pad_uneven(
-                graph, layouts.inputs, layouts.outputs, options.mesh.shape, options.result_names
-            )
-        graph, notes = uneven.graph, uneven.notes
-        layouts = CallLayouts(uneven.inputs, uneven.outputs)
+    graph = with_fused_pads(build_graph(call.jaxpr, options.argument_names))
+    graph = without_needless(with_wide_sums(graph))
+    ends = (layouts.inputs, layouts.outputs, options.mesh.shape)
+    with options.scope():
+        if options.pads:
+            plain = pad_uneven(graph, *ends, options.result_names)
+        else:
+            plain = Uneven(graph, layouts.inputs, layouts.outputs)
+        finer = pad_inner(graph, *ends, options.result_names)
+    program = _planned_padded(call, plain)
+    if finer is not None:
+        other = _planned_padded(call, finer)
+        if other.plan.wire_bytes < WORTH_PADDING * program.plan.wire_bytes:
+            return other
+    return program
+
+
+WORTH_PADDING = 0.9
+"""What lies between the ends of a program is padded where that sends less than this share."""
+
+
+def _planned_padded(call: Call, uneven: Uneven) -> Program:
+    options = call.options
     program = planner.make_program(
-        fuse_splices(graph),
+        fuse_splices(uneven.graph),
         mesh=options.mesh,
-        inputs=layouts.inputs,
-        outputs=layouts.outputs,
+        inputs=uneven.inputs,
+        outputs=uneven.outputs,
         is_state=call.is_state,
         objective=options.objective,
         strict=options.strict,
         function_name=options.function_name,
         result_names=options.result_names,
     )
-    return replace(program, plan=replace(program.plan, notes=(*program.plan.notes, *notes)))
+    return replace(program, plan=replace(program.plan, notes=(*program.plan.notes, *uneven.notes)))
 
 
 def shardings(call: Call) -> tuple[tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:

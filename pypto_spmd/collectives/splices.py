@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import gcd
+from typing import Any
 
 from pypto_spmd.collectives.graph import Atom, Block, Constant, Equation, Graph, pruned
 from pypto_spmd.collectives.rules import Aval, rule_for
@@ -76,7 +77,7 @@ def _fused(block: Block, avals: Sequence[Aval]) -> Block:
             known.update(zip(equation.outputs, made, strict=True))
             if len(made) == 1 and made[0] is not None:
                 equation = _spliced(equation, made[0], avals)
-                if equation.primitive is splice_p:
+                if equation.primitive is splice_p and _is_fine(equation, avals):
                     sources.add(equation.outputs[0])
         equations.append(equation)
     return replace(block, equations=tuple(equations))
@@ -118,6 +119,14 @@ class _Known:
         )
         dims = [d for d, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
         return dims[0] if len(dims) == 1 else None
+
+
+def _is_fine(splice: Equation, avals: Sequence[Aval]) -> bool:
+    """Whether a splice can be split as finely as any of its operands."""
+    dim, whole = splice.params["dim"], splice.params.get("whole", ())
+    split = [splice.outputs[0], *(a for i, a in enumerate(splice.inputs) if i not in whole)]
+    sizes = [avals[t].shape[dim] for t in split if isinstance(t, int)]
+    return gcd(*sizes) == min(sizes)
 
 
 def _tensor(equation: Equation, position: int) -> int:
@@ -195,6 +204,12 @@ def _trace_pad(equation: Equation, known: _Known) -> list[_Rows | None]:
 
 def _trace_concatenate(equation: Equation, known: _Known) -> list[_Rows | None]:
     dim = equation.params["dimension"]
+    filled = [a for a in equation.inputs if isinstance(a, Constant) or known.avals[a].shape[dim]]
+    if len(filled) == 1 < len(equation.inputs):  # what it was, with nothing beside it
+        (atom,) = filled
+        if isinstance(atom, Constant) or atom in known.sources:
+            return [None]
+        return [known.rows.get(atom)]
     parts = [known.of(atom, dim) for atom in equation.inputs]
     if any(p is None for p in parts):
         return [None]
@@ -247,11 +262,16 @@ def _spliced(equation: Equation, rows: _Rows, avals: Sequence[Aval]) -> Equation
     if not sources or len(rows.runs) > MOST_SEGMENTS:
         return equation
     size = output.shape[rows.dim]
-    sizes = [avals[s].shape[rows.dim] for s in sources]
+    all_sizes = [avals[s].shape[rows.dim] for s in sources]
+    # Rows that are few beside the outcome's come whole, wherever they go.
+    whole = tuple(i for i, n in enumerate(all_sizes) if n * FEW <= size)
+    sizes = [n for i, n in enumerate(all_sizes) if i not in whole]
+    if not sizes:
+        return equation
     cut, before = gcd(size, *sizes), gcd(rows.cut, size)
     # A sum of rows and zeros is always better put together: its terms would be moved one by one.
     better = cut >= before if equation.name in _SUMS else cut > before
-    if not better or cut < min(size, *sizes) or size * FEW < max(sizes):
+    if not better or size * FEW < max(sizes):
         return equation
     ins = tuple(avals[s] for s in sources)
     if any(aval.dtype != output.dtype for aval in ins):
@@ -260,6 +280,8 @@ def _spliced(equation: Equation, rows: _Rows, avals: Sequence[Aval]) -> Equation
         (ZEROS if run.source is None else sources.index(run.source), run.start, run.count)
         for run in rows.runs
     )
-    params = {"dim": rows.dim, "segments": segments}
+    params: dict[str, Any] = {"dim": rows.dim, "segments": segments}
+    if whole:
+        params["whole"] = whole
     rule = rule_for(splice_p.name, params, ins, (output,))
     return replace(equation, primitive=splice_p, params=params, inputs=sources, rule=rule)

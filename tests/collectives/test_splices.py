@@ -99,3 +99,26 @@ def test_slices_of_few_rows_are_read():
     x = np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS)
     np.testing.assert_array_equal(decorated(x), ends(x))
     assert decorated.plan(x).wire_bytes < x.nbytes / 8
+
+
+def test_operands_of_few_rows_are_whole():
+    params = {"dim": 0, "segments": ((1, 0, 1), (0, 1, 20), (1, 1, 2), (2, 0, 1)), "whole": (1, 2)}
+    report = check_rule(
+        lambda a, b, c: splice_p.bind(a, b, c, **params),
+        *(jax.ShapeDtypeStruct((rows, 2), jnp.int32) for rows in (24, 3, 1)),
+    )
+    assert report.checked
+    assert not report.wrong, str(report)
+
+
+def test_ends_of_their_own():
+    def edges(x):
+        padded = jnp.pad(x, ((1, 1), (0, 0)), mode="edge")
+        return padded[2:] - 2 * x + padded[:-2]
+
+    rows = PartitionSpec(("x", "y"))
+    x = np.random.default_rng(0).normal(size=(ROWS, COLUMNS)).astype(np.float32)
+    decorated = spmd(mesh=MESH, in_shardings=rows, out_shardings=rows)(edges)
+    decorated.plan(x).assert_counts(collective_permute=2, all_reduce=1)
+    np.testing.assert_allclose(decorated(x), edges(x), rtol=1e-5, atol=1e-5)
+    decorated.verify(x)

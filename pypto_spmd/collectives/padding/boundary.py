@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec
 
 from pypto_spmd.collectives.facts import made_of_constants
 from pypto_spmd.collectives.graph import Atom, Equation, Graph, pruned
+from pypto_spmd.collectives.padding.plain_moves import with_plain_moves
 from pypto_spmd.collectives.padding.rewrite import Code, Rewriter
-from pypto_spmd.collectives.padding.sizes import Ask, Sizes, stored_sizes
+from pypto_spmd.collectives.padding.sizes import Ask, Sizes, inner_asks, stored_sizes
 from pypto_spmd.collectives.padding.ties import Ties, ties_of
 from pypto_spmd.collectives.rules import Rule
 from pypto_spmd.sharding.spec import entries
@@ -75,6 +76,43 @@ def pad_uneven(
     asks = list(_asks(graph, inputs, outputs, mesh))
     if not any(graph.avals[ask.tensor].shape[ask.dim] % ask.parts for ask in asks):
         return Uneven(graph, *_relaxed(graph, inputs, outputs, mesh))
+    ties = _known_ties(graph)
+    sizes = stored_sizes(graph, asks, ties)
+    return _bounded(graph, inputs, outputs, mesh, sizes, ties, result_names)
+
+
+def pad_inner(
+    graph: Graph,
+    inputs: Specs,
+    outputs: Specs,
+    mesh: Mapping[str, int],
+    result_names: Sequence[str] = (),
+) -> Uneven | None:
+    """Pads also what lies between the ends: of 32 rows that are split, `x[1:]` is stored as 32 again.
+
+    Args:
+        graph: the traced function.
+        inputs: the given layout of each argument, None where the planner chooses.
+        outputs: the same for each result.
+        mesh: size of each mesh axis.
+        result_names: names of the results, for the notes.
+
+    Returns:
+        None if there is nothing to pad that `pad_uneven` does not. Otherwise the plan may be cheaper; it
+        need not be.
+    """
+    asks = list(_asks(graph, inputs, outputs, mesh))
+    graph = with_plain_moves(graph)
+    ties = _known_ties(graph)
+    inner = inner_asks(graph, asks, ties)
+    if not inner:
+        return None
+    sizes = stored_sizes(graph, [*asks, *inner], ties)
+    return _bounded(graph, inputs, outputs, mesh, sizes, ties, result_names)
+
+
+def _known_ties(graph: Graph) -> Callable[[Equation], Ties]:
+    """What padding an equation bears; worked out once for each rule."""
     known: dict[Rule, Ties] = {}
 
     def ties(equation: Equation) -> Ties:
@@ -86,8 +124,7 @@ def pad_uneven(
             )
         return known[equation.rule]
 
-    sizes = stored_sizes(graph, asks, ties)
-    return _bounded(graph, inputs, outputs, mesh, sizes, ties, result_names)
+    return ties
 
 
 def _splits(spec: PartitionSpec, shape: Sequence[int], mesh: Mapping[str, int]):

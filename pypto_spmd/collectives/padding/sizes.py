@@ -5,6 +5,7 @@ This is a matter of cost alone: the rewriting is right for any sizes that are no
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from math import gcd, lcm
 from typing import Any
 
@@ -91,6 +92,11 @@ def stored_sizes(graph: Graph, asks: Sequence[Ask], ties_of: TiesOf) -> Sizes:
         asks: the splits that are asked for.
         ties_of: what padding an equation bears.
     """
+    return _joined(graph, asks, ties_of).sizes()
+
+
+def _joined(graph: Graph, asks: Sequence[Ask], ties_of: TiesOf) -> "_Classes":
+    """The classes of dims that are padded alike."""
     classes = _Classes(graph)
     for ask in asks:
         classes.ask(ask)
@@ -116,7 +122,78 @@ def stored_sizes(graph: Graph, asks: Sequence[Ask], ties_of: TiesOf) -> Sizes:
                     scaled.append((nodes, tie.unit))
     for nodes, unit in scaled:
         classes.join_scaled(nodes, unit)
-    return classes.sizes()
+    return classes
+
+
+FEW = 4
+"""Of a dim that is split, less than one row in so many is read whole."""
+
+_Node = tuple[int, int]
+
+
+def inner_asks(graph: Graph, asks: Sequence[Ask], ties_of: TiesOf) -> list[Ask]:
+    """Splits of the dims that are windows of split ones, `x[1:]` of `x`, if any is of a size that they
+    do not divide.
+
+    Args:
+        graph: the traced function.
+        asks: the splits that are asked for.
+        ties_of: what padding an equation bears.
+    """
+    pairs = list(_windows(graph))
+    counts = {ask.parts for ask in asks}
+    if not any(graph.avals[t].shape[d] % n for pair in pairs for t, d in pair for n in counts):
+        return []
+    classes = _joined(graph, asks, ties_of)
+    wanted: dict[_Node, dict[tuple[tuple[str, ...], int], None]] = {}
+    for ask in asks:
+        wanted.setdefault(classes.find((ask.tensor, ask.dim)), {})[ask.axes, ask.parts] = None
+    found: dict[Ask, None] = {}
+    before = -1
+    while before < len(found):
+        before = len(found)
+        for one, other in (*pairs, *((b, a) for a, b in pairs)):
+            target = wanted.setdefault(classes.find(other), {})
+            for axes, parts in tuple(wanted.get(classes.find(one), ())):
+                size = graph.avals[other[0]].shape[other[1]]
+                if (axes, parts) not in target and size > parts:
+                    target[axes, parts] = None
+                    found[Ask(*other, axes, parts)] = None
+    is_uneven = any(graph.avals[a.tensor].shape[a.dim] % a.parts for a in found)
+    return list(found) if is_uneven else []
+
+
+def _windows(graph: Graph):
+    """Pairs of dims of which one is made of rows of the other, and as many, or nearly."""
+    for block in _open_blocks(graph.block):
+        for equation in block.equations:
+            for one, other in _resized(equation, graph):
+                sizes = [graph.avals[t].shape[d] for t, d in (one, other)]
+                if max(sizes) < FEW * min(sizes):
+                    yield one, other
+
+
+def _resized(equation: Equation, graph: Graph):
+    """The dims of operands and results that differ in size because rows are taken or added."""
+    if equation.name not in _RESIZING:
+        return
+    made = equation.outputs[0]
+    if equation.name == "conv_general_dilated":
+        numbers = equation.params["dimension_numbers"]
+        dims = list(zip(numbers.lhs_spec[2:], numbers.out_spec[2:], strict=True))
+    else:
+        dims = [(d, d) for d in range(len(graph.avals[made].shape))]
+    count = len(equation.inputs) if equation.name == "concatenate" else 1
+    read = [atom for atom in equation.inputs[:count] if isinstance(atom, int)]
+    for (before, after), atom, result in product(dims, read, equation.outputs):
+        if graph.avals[atom].shape[before] != graph.avals[result].shape[after]:
+            yield (atom, before), (result, after)
+
+
+_RESIZING = {
+    "concatenate", "conv_general_dilated", "pad", "reduce_window_max", "reduce_window_min",
+    "reduce_window_sum", "slice", "split",
+}  # fmt: skip
 
 
 def _can_be_padded(dtype: Any) -> bool:

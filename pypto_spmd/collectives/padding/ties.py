@@ -147,7 +147,7 @@ _REDUCTIONS = (
 
 _BY_FACTORS = ELEMENTWISE | {
     *_REDUCTIONS,
-    *("dot_general", "transpose", "squeeze", "rev", "concatenate", "pad", "stack", "unstack"),
+    *("dot_general", "transpose", "squeeze", "rev", "concatenate", "stack", "unstack"),
     *("sort", "argsort", "approx_top_k", "fft", "bitcast_convert_type", "reduce"),
     *("device_put", "sharding_constraint", "select_and_scatter_add"),
     *("select_and_gather_add", "select_and_scatter"),
@@ -245,6 +245,31 @@ def _slice(equation: Equation, ins: tuple[Aval, ...], outs: tuple[Aval, ...]) ->
         }
 
     return Ties(tuple(ties), params=params)
+
+
+def _pad(equation: Equation, ins: tuple[Aval, ...], outs: tuple[Aval, ...]) -> Ties:
+    # Where rows are set apart, both ends may have more of them: no splice of rows says so. What stands
+    # in the operand's padding becomes what is padded with.
+    made = _of_factors(equation)
+    config, value = equation.params["padding_config"], ins[1].value
+    spread = [d for d, (_, _, interior) in enumerate(config) if interior]
+    fills = dict(made.fills)
+    ties = list(made.ties)
+    for d in spread:
+        ties.append(Tie((Place(True, 0, d),), outs[0].shape[d]))
+        if value is not None and value == 0 and neutral("sum", ins[0].dtype) is not None:
+            ties.append(Tie((Place(False, 0, d),), ins[0].shape[d]))
+            fills[0, d] = "sum"
+
+    def params(padded: Padded) -> Mapping[str, Any]:
+        ends = list(config)
+        for d in spread:
+            low, _, interior = config[d]
+            reach = (padded.in_shapes[0][d] - 1) * (interior + 1) + 1
+            ends[d] = (low, padded.out_shapes[0][d] - low - reach, interior)
+        return {"padding_config": tuple(ends)}
+
+    return Ties(tuple(ties), fills, params)
 
 
 def _dynamic_slice(equation: Equation, ins: tuple[Aval, ...], outs: tuple[Aval, ...]) -> Ties:
@@ -499,16 +524,22 @@ def _conv(equation: Equation, ins: tuple[Aval, ...], outs: tuple[Aval, ...]) -> 
         ties.append(Tie((kernel(0), made(1)), outs[0].shape[out[1]]))
     for d in range(2, len(lhs)):
         rows, outputs = ins[0].shape[lhs[d]], outs[0].shape[out[d]]
-        fills[0, lhs[d]] = "sum"
+        fills |= {(0, lhs[d]): "sum", (1, rhs[d]): "sum"}
         ties += _sliding(left(d), made(d), rows, outputs)
+        ties.append(Tie((kernel(d),), ins[1].shape[rhs[d]]))
 
     def changed(padded: Padded) -> Mapping[str, Any]:
-        x, y = padded.in_shapes[0], padded.out_shapes[0]
+        x, w, y = *padded.in_shapes, padded.out_shapes[0]
+
+        def is_true(d: int) -> bool:
+            true = ins[0].shape[lhs[d]], ins[1].shape[rhs[d]], outs[0].shape[out[d]]
+            return (x[lhs[d]], w[rhs[d]], y[out[d]]) == true
+
         padding = [
             _window_padding(
-                x[lhs[d]], ins[1].shape[rhs[d]], y[out[d]], params["window_strides"][d - 2],
+                x[lhs[d]], w[rhs[d]], y[out[d]], params["window_strides"][d - 2],
                 params["lhs_dilation"][d - 2], params["rhs_dilation"][d - 2], low,
-                high if (x[lhs[d]], y[out[d]]) == (ins[0].shape[lhs[d]], outs[0].shape[out[d]]) else None,
+                high if is_true(d) else None,
             )
             for d, (low, high) in enumerate(params["padding"], 2)
         ]  # fmt: skip
@@ -597,6 +628,7 @@ _SPECIAL: dict[str, Callable[[Equation, tuple[Aval, ...], tuple[Aval, ...]], Tie
     "broadcast_in_dim": _free,
     "reshape": _reshape,
     "slice": _slice,
+    "pad": _pad,
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "argmax": _best,

@@ -172,8 +172,9 @@ def _pad(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ...
 def _pad_rows(size: int, low: int, step: int) -> Rows:
     def rows(pieces: int) -> tuple[tuple[int, ...], int]:
         local = size // pieces
-        length = local if step == 1 else (local - 1) // step + 2
-        return tuple((p * local - low) // step for p in range(pieces)), length
+        if local % step == 0:  # as many rows in every block, at the same places in it
+            return tuple(-((low - p * local) // step) for p in range(pieces)), local // step
+        return tuple((p * local - low) // step for p in range(pieces)), (local - 1) // step + 2
 
     return rows
 
@@ -202,7 +203,11 @@ def _spread(
     step = interior + 1
     local = ctx.out_shape()[dim]
     first = ctx.out_start()[dim] - low  # in rows of the padded dim, from the operand's first row on
-    if interior:
+    if interior and local % step == 0:
+        inner = [(0, 0, 0)] * x.ndim
+        inner[dim] = (low % step, interior - low % step, interior)
+        x = lax.pad(x, value, inner)
+    elif interior:
         inner = [(0, 0, 0)] * x.ndim
         inner[dim] = (0, interior, interior)
         x = lax.pad(x, value, inner)

@@ -4,6 +4,7 @@ No program has a splice to begin with: `collectives.splices` makes one of slices
 whose sizes no mesh axis divides, but whose source and outcome it does. A roll is a splice, and so is a
 shift. On a split dim each device gets the rows it lacks from the devices that hold them: one
 CollectivePermute for each distance, around the ring, of as many rows as the neediest device wants.
+Operands of few rows are whole, and each device takes of them what it needs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,8 +35,10 @@ splice_p = Primitive("splice")
 
 
 @splice_p.def_impl
-def splice(*operands: jax.Array, dim: int, segments: Sequence[Segment]) -> jax.Array:
-    """Puts rows of the operands one after the other along `dim`."""
+def splice(
+    *operands: jax.Array, dim: int, segments: Sequence[Segment], whole: Sequence[int] = ()
+) -> jax.Array:
+    """Puts rows of the operands one after the other along `dim`; those in `whole` are not to be split."""
     first = operands[0]
 
     def rows(segment: Segment) -> jax.Array:
@@ -48,7 +51,9 @@ def splice(*operands: jax.Array, dim: int, segments: Sequence[Segment]) -> jax.A
 
 
 @splice_p.def_abstract_eval
-def _abstract(*operands: Any, dim: int, segments: Sequence[Segment]) -> Any:
+def _abstract(
+    *operands: Any, dim: int, segments: Sequence[Segment], whole: Sequence[int] = ()
+) -> Any:
     first = operands[0]
     size = sum(count for _, _, count in segments)
     return first.update(shape=(*first.shape[:dim], size, *first.shape[dim + 1 :]), weak_type=False)
@@ -60,6 +65,8 @@ mlir.register_lowering(splice_p, mlir.lower_fun(splice, multiple_results=False))
 @dataclass(frozen=True, slots=True)
 class _Part:
     """Rows of one operand that all receivers get from the block `shift` pieces further round the ring.
+
+    A whole operand is as many blocks, all the same, of which each piece has its own.
 
     Args:
         operand: the operand.
@@ -81,7 +88,9 @@ class _Part:
 
 
 @lru_cache(maxsize=10_000)
-def _parts(segments: tuple[Segment, ...], sizes: tuple[int, ...], pieces: int) -> tuple[_Part, ...]:
+def _parts(
+    segments: tuple[Segment, ...], sizes: tuple[int, ...], pieces: int, whole: tuple[int, ...] = ()
+) -> tuple[_Part, ...]:
     """What each piece of the result needs of the pieces of the operands, of `sizes`."""
     size = sum(count for _, _, count in segments) // pieces
     wanted: dict[tuple[int, int, int], list[tuple[int, int, int, int, int]]] = {}
@@ -93,18 +102,21 @@ def _parts(segments: tuple[Segment, ...], sizes: tuple[int, ...], pieces: int) -
             row, position = start + low - at, low - piece * size
             at += count
             while operand != ZEROS and low < high:
-                block = sizes[operand] // pieces
+                block = sizes[operand] // (1 if operand in whole else pieces)
                 source = row // block
                 rows = min(high - low, (source + 1) * block - row)
+                first = row - source * block
+                if operand in whole:
+                    source = piece
                 key = (operand, (source - piece) % pieces)
                 turn = taken[key] = taken.get(key, -1) + 1
-                need = (source, piece, row - source * block, position, rows)
+                need = (source, piece, first, position, rows)
                 wanted.setdefault((*key, turn), []).append(need)
                 low, row, position = low + rows, row + rows, position + rows
     found = []
     for (operand, shift, _), needs in sorted(wanted.items()):
         most = max(rows for *_, rows in needs)
-        block = sizes[operand] // pieces
+        block = sizes[operand] // (1 if operand in whole else pieces)
         offsets = [min(row, block - most) for _, _, row, _, _ in needs]
         found.append(
             _Part(
@@ -123,10 +135,11 @@ def _parts(segments: tuple[Segment, ...], sizes: tuple[int, ...], pieces: int) -
 @rule("splice")
 def _splice(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ...]) -> Rule:
     dim, segments, shape = params["dim"], tuple(params["segments"]), outs[0].shape
+    apart = tuple(params.get("whole", ()))
     names = dim_names(len(shape))
     along = names[dim]
     operand_sizes = tuple(a.shape[dim] for a in ins)
-    common = gcd(shape[dim], *operand_sizes)
+    common = gcd(shape[dim], *(n for i, n in enumerate(operand_sizes) if i not in apart))
     factors = {along: common}
 
     def dims(size: int, rest: str) -> str:
@@ -135,14 +148,17 @@ def _splice(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, 
         factors[rest] = size // common
         return " ".join([*names[:dim], f"({along} {rest})", *names[dim + 1 :]])
 
-    left = ", ".join(dims(n, f"rest{i}") for i, n in enumerate(operand_sizes))
+    alone = " ".join([*names[:dim], "_", *names[dim + 1 :]])
+    left = ", ".join(
+        alone if i in apart else dims(n, f"rest{i}") for i, n in enumerate(operand_sizes)
+    )
     right = dims(shape[dim], "rest")
 
     def bind(ctx: Context, *operands: jax.Array) -> jax.Array:
         if not ctx.axes(along):
             return splice(*operands, dim=dim, segments=segments)
         pieces = ctx.shards(along)
-        found = _parts(segments, operand_sizes, pieces)
+        found = _parts(segments, operand_sizes, pieces, apart)
         exchange = 0
         chunks = []
         for part in found:
@@ -164,7 +180,7 @@ def _splice(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, 
                 ins[0].itemsize,
                 what="rows that change owner",
             )
-            for part in _parts(segments, operand_sizes, pieces)
+            for part in _parts(segments, operand_sizes, pieces, apart)
             if part.shift
         )
 

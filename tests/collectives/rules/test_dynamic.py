@@ -46,6 +46,9 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "pad before": (padded(24, 0), (f32(24),)),
     "shift by padding": (padded(-3, 3), (f32(24),)),
     "crop by padding": (padded(-3, -5, value=1.0), (f32(24),)),
+    "pad between, in step": (padded(1, 0, 1), (f32(8),)),
+    "pad between, in step and beyond": (padded(5, 2, 2, value=1.0), (f32(6),)),
+    "pad between, in step and before": (padded(-7, 8, 1), (f32(12),)),
     "pad between": (padded(1, 0, 1), (f32(24),)),
     "pad between, and crop": (padded(-2, -5, 2, value=1.0), (f32(13),)),
     "pad by a traced value": (
