@@ -233,6 +233,51 @@ def window(
     return lax.slice_in_dim(made, margin, margin + length, axis=dim)
 
 
+def give_back(
+    ctx: Context,
+    factor: str,
+    exchange: int,
+    x: jax.Array,
+    dim: int,
+    starts: tuple[int, ...],
+    block: int,
+) -> jax.Array:
+    """What all windows hold of this device's block, added up: `window` the other way round.
+
+    Args:
+        ctx: the equation on this device.
+        factor: the factor that is split.
+        exchange: index of the first exchange among the factor's, one for each of `parts` with a shift.
+        x: this device's window, as `window` made it.
+        dim: the dim.
+        starts: first row of each piece's window.
+        block: rows of a block.
+    """
+    length, shards = x.shape[dim], len(starts)
+    found = parts(block, starts, length)
+    # A piece that got fewer rows than were sent has nothing to give back for the others.
+    margin = max((part.size for part in found), default=0)
+    ends = [(margin if d == dim else 0,) * 2 for d in range(x.ndim)]
+    x = jnp.pad(x, ends)
+    made = jnp.zeros(_resized(x.shape, dim, block), x.dtype)
+    for part in found:
+        table = [margin + length] * shards
+        for (_, piece), position in zip(part.pairs, part.positions, strict=True):
+            table[piece] = margin + position
+        rows = lax.dynamic_slice_in_dim(x, _entry(ctx, factor, table), part.size, dim)
+        if part.shift:
+            back = [(piece, source) for source, piece in part.pairs]
+            rows = permute(ctx, factor, exchange, rows, back)
+            exchange += 1
+        places = [0] * shards
+        for (source, _), offset in zip(part.pairs, part.offsets, strict=True):
+            places[source] = offset
+        at = _entry(ctx, factor, places)
+        old = lax.dynamic_slice_in_dim(made, at, part.size, dim)
+        made = lax.dynamic_update_slice_in_dim(made, old + rows, at, dim)
+    return made
+
+
 def _take(ctx: Context, factor: str, x: jax.Array, dim: int, part: Part) -> jax.Array:
     """The rows of this device's block that another needs."""
     table = [part.offsets[0]] * ctx.shards(factor)

@@ -20,7 +20,7 @@ from jax import lax
 
 from pypto_spmd.collectives.rules.context import Context
 from pypto_spmd.collectives.rules.factor import Exchange, Rule
-from pypto_spmd.collectives.rules.halo import Part, parts, window
+from pypto_spmd.collectives.rules.halo import Part, give_back, parts, window
 from pypto_spmd.collectives.rules.registry import Aval
 
 
@@ -50,6 +50,12 @@ class Sliding:
     def cuts_taps(self) -> bool:
         """Whether it is the taps that are cut with the rows, and each device has a partial output."""
         return self.taps > self.outputs
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether windows neither overlap nor leave gaps, so that each block has its own."""
+        is_plain = self.row_step == self.tap_step == 1 and self.low == 0
+        return is_plain and self.taps == self.stride and self.outputs * self.stride == self.rows
 
     @property
     def blocks(self) -> int:
@@ -140,28 +146,47 @@ def slide(
     return jnp.where((rows >= 0) & (rows < sliding.rows), x, jnp.asarray(fill, x.dtype))
 
 
+def returned(ctx: Context, name: str, sliding: Sliding, x: Any, dim: int) -> Any:
+    """This device's block of what all devices hold of it in their windows, added up.
+
+    Args:
+        ctx: the equation on this device.
+        name: the factor that is split.
+        sliding: its sizes.
+        x: this device's window; only one operand slid.
+        dim: the dim.
+    """
+    shards = ctx.shards(name)
+    exchanges = sum(1 for part in sliding.parts(shards) if part.shift)
+    return give_back(ctx, name, exchanges, x, dim, sliding.starts(shards), sliding.rows // shards)
+
+
 def with_halos(
     made: Rule,
     operands: Sequence[Aval],
     slidings: Mapping[str, Sliding],
     dims: Mapping[str, int],
     fill: str | None = "",
+    *,
+    first: int = 0,
+    returns: bool = False,
 ) -> Rule:
     """A rule with the exchanges that `slide` makes for its spatial factors.
 
     Args:
         made: the rule without them; its `bind` slides the factors in the order of `slidings`.
-        operands: the first operands, which slide.
+        operands: the operands that slide.
         slidings: by factor.
         dims: the operands' dim of each factor.
         fill: what fills rows outside a dim, in any words; None if only the equation knows.
+        first: the place of the first of these operands.
+        returns: whether `bind` then calls `returned`, in the opposite order.
     """
     factors = list(made.factors)
     for name in slidings:
         at = made.factor(name)
-        factors[at] = replace(
-            factors[at], exchanges=_Halos(made, operands, slidings, dims, fill, name)
-        )
+        halos = _Halos(made, operands, slidings, dims, fill, name, first, returns)
+        factors[at] = replace(factors[at], exchanges=halos)
     return replace(made, factors=tuple(factors))
 
 
@@ -175,20 +200,25 @@ class _Halos:
     dims: Mapping[str, int]
     fill: str | None
     name: str
+    first: int
+    returns: bool
 
     def __call__(self, shards: int) -> tuple[Exchange, ...]:
         moved = [part for part in self.slidings[self.name].parts(shards) if part.shift]
-        return tuple(self._exchange(n, part) for n in range(len(self.operands)) for part in moved)
+        fetched = [self._exchange(n, part) for n in range(len(self.operands)) for part in moved]
+        back = [self._exchange(0, part, "the sums of") for part in moved if self.returns]
+        return (*fetched, *back)
 
-    def _exchange(self, position: int, part: Part) -> Exchange:
+    def _exchange(self, position: int, part: Part, does: str = "") -> Exchange:
+        halo = f"a halo of {part.size} {'row' if part.size == 1 else 'rows'}"
         return Exchange(
             "collective_permute",
             (),
             0.0,
             self.operands[position].itemsize,
-            what=f"a halo of {part.size} {'row' if part.size == 1 else 'rows'}",
+            what=f"{does} {halo}".strip(),
             count=lambda local_sizes: float(part.size * self._beside(position, local_sizes)),
-            sent=self._sent(position, part),
+            sent=None if does else self._sent(position, part),
         )
 
     def _sent(
@@ -196,7 +226,7 @@ class _Halos:
     ) -> tuple[int, Hashable, dict[int, Callable[[int], Hashable]]]:
         before = list(self.slidings)[: list(self.slidings).index(self.name)]
         held = {self.dims[name]: partial(self._held, self.slidings[name]) for name in before}
-        return position, (self.dims[self.name], part.rows), held
+        return self.first + position, (self.dims[self.name], part.rows), held
 
     def _held(self, sliding: Sliding, shards: int) -> Hashable:
         """Which rows of an earlier dim are there by then, and what fills those outside it."""
@@ -208,7 +238,7 @@ class _Halos:
         shape = self.operands[position].shape
         sizes = [
             prod(local_sizes[f] for f in factors) if factors else size
-            for size, factors in zip(shape, self.rule.operands[position], strict=True)
+            for size, factors in zip(shape, self.rule.operands[self.first + position], strict=True)
         ]
         for other, sliding in self.slidings.items():
             if other == self.name:

@@ -13,7 +13,7 @@ import numpy as np
 from pypto_spmd.collectives.rules.context import Context
 from pypto_spmd.collectives.rules.factor import Linear, Rule, factor_rule
 from pypto_spmd.collectives.rules.registry import Aval, rule
-from pypto_spmd.collectives.rules.sliding import Sliding, blocked, slide, with_halos
+from pypto_spmd.collectives.rules.sliding import Sliding, blocked, returned, slide, with_halos
 
 
 def _slidings(
@@ -124,7 +124,7 @@ def _greatest(dtype: Any) -> Any:
     return jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max
 
 
-_POOLING = {
+_POOLING: Mapping[str, tuple[str, tuple[Linear, ...]]] = {
     # name -> which operands and results have a row for each window, and which all rows
     "select_and_scatter_add": ("windows, rows -> rows", (Linear(frozenset({0})),)),
     "select_and_gather_add": ("rows, rows -> windows", (Linear(frozenset({0})),)),
@@ -133,42 +133,76 @@ _POOLING = {
 """Max pooling's derivatives (and their generic form), each linear in what is no selecting operand."""
 
 
-def _pooling(form: str, linear: tuple[Linear, ...]):
-    """A dim is cut where its windows neither overlap nor leave gaps."""
+def _pooling(name: str, form: str, linear: tuple[Linear, ...]):
+    """Windows choose one of their rows. What they add to rows of others is given back to these.
+
+    How the generic form adds is not known, so that its windows must not overlap.
+    """
     left, right = form.split(" -> ")
     sides = left.split(", ")
+    sliding_at = [i for i, side in enumerate(sides) if side == "rows"]
+    scatters = right == "rows"
 
     def make(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ...]) -> Rule:
         shapes = dict(zip((*sides, right), (a.shape for a in (*ins, *outs)), strict=True))
         rank = len(shapes["rows"])
+        ones = (1,) * rank
+        dilated = {"base_dilation": ones, "window_dilation": ones, **params}
+        rows_like, windows_like = (Aval(shapes[s], ins[0].dtype) for s in ("rows", "windows"))
+        slidings = _slidings(dilated, rows_like, windows_like, cut_windows=False)
+        if name == "select_and_scatter":
+            slidings = {n: s for n, s in slidings.items() if s.is_apart}
         dims = {"rows": ["_"] * rank, "windows": ["_"] * rank, "init": []}
         sizes: dict[str, int] = {}
         rests: list[str] = []
-        for dim, (rows, count) in enumerate(zip(shapes["rows"], shapes["windows"], strict=True)):
-            window, stride = params["window_dimensions"][dim], params["window_strides"][dim]
-            dilations = ("base_dilation", "window_dilation")
-            if (
-                window == stride
-                and count * stride == rows
-                and params["padding"][dim][0] == 0
-                and all(params.get(d, (1,) * rank)[dim] == 1 for d in dilations)
-            ):
-                name = f"d{dim}"
-                dims["windows"][dim] = name
-                dims["rows"][dim], rest = blocked(name, rows, count)
-                sizes |= {name: count, **rest}
-                rests += rest
-        return factor_rule(
+        for factor, sliding in slidings.items():
+            dim = int(factor[1:])
+            dims["rows"][dim], rest = blocked(factor, sliding.rows, sliding.blocks)
+            dims["windows"][dim], more = blocked(factor, sliding.outputs, sliding.blocks)
+            sizes |= {factor: sliding.blocks, **rest, **more}
+            rests += {**rest, **more}
+        moving = {factor: s for factor, s in slidings.items() if not s.is_apart}
+
+        def bind(ctx: Context, *operands: Any) -> Any:
+            moved, padding = list(operands), list(params["padding"])
+            split = [factor for factor in moving if ctx.axes(factor)]
+            for factor in split:
+                dim, sliding = int(factor[1:]), moving[factor]
+                for n, at in enumerate(sliding_at):
+                    # The last is the one by which rows are chosen: none outside the dim ever is.
+                    fill = _never_chosen(params, ins[at].dtype) if at == sliding_at[-1] else 0
+                    moved[at] = slide(ctx, factor, sliding, moved[at], dim, position=n, fill=fill)
+                padding[dim] = sliding.padding(ctx.shards(factor))
+            made = ctx.bind(*moved, padding=tuple(padding))
+            for factor in reversed(split if scatters else ()):
+                made = returned(ctx, factor, moving[factor], made, int(factor[1:]))
+            return made
+
+        made = factor_rule(
             f"{', '.join(' '.join(dims[s]) for s in sides)} -> {' '.join(dims[right])}",
             [a.shape for a in ins],
             [a.shape for a in outs],
             sizes=sizes,
             linear=linear,
             whole=rests,
+            bind=bind if moving else None,
+        )
+        return with_halos(
+            made,
+            [ins[at] for at in sliding_at],
+            moving,
+            {factor: int(factor[1:]) for factor in moving},
+            "max" if "select_prim" not in params or params["select_prim"].name == "ge" else "min",
+            first=sliding_at[0],
+            returns=scatters,
         )
 
     return make
 
 
+def _never_chosen(params: Mapping[str, Any], dtype: Any) -> Any:
+    return _least(dtype) if params["select_prim"].name == "ge" else _greatest(dtype)
+
+
 for _name, _facts in _POOLING.items():
-    rule(_name)(_pooling(*_facts))
+    rule(_name)(_pooling(_name, *_facts))

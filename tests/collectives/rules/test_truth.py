@@ -244,6 +244,7 @@ def largest_two(left: tuple[Any, Any], right: tuple[Any, Any]) -> tuple[Any, Any
 
 POOL = pool(lax.max, -jnp.inf, 2, 2, "VALID")
 POOL_SAME = pool(lax.max, -jnp.inf, 3, 2, "SAME")
+POOL_2D = lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (3, 3), (1, 2), "SAME")  # noqa: E731
 WINDOW = only(
     "reduce_window reduce_window_sum reduce_window_max reduce_window_min "
     "select_and_scatter_add select_and_gather_add",
@@ -278,6 +279,29 @@ WINDOW = only(
     ),
     case("gradient of max pool", jax.grad(lambda x: (POOL(x) ** 2).sum()), f32(4, 16)),
     case("gradient of overlapping pool", jax.grad(lambda x: (POOL_SAME(x) ** 2).sum()), f32(4, 16)),
+    case(
+        "gradient of wide pool",
+        jax.grad(lambda x: (pool(lax.max, -jnp.inf, 7, 2, (2, 3))(x) ** 2).sum()),
+        f32(4, 16),
+    ),
+    case(
+        "gradient of pool with gaps",
+        jax.grad(lambda x: (pool(lax.max, -jnp.inf, 2, 4, "VALID")(x) ** 2).sum()),
+        f32(4, 16),
+    ),
+    case(
+        "gradient of overlapping min pool",
+        jax.grad(lambda x: (pool(lax.min, jnp.inf, 3, 1, "SAME")(x) ** 2).sum()),
+        f32(4, 16),
+    ),
+    case("gradient of pool of two dims", jax.grad(lambda x: (POOL_2D(x) ** 2).sum()), f32(8, 16)),
+    case(
+        "derivative of overlapping pool",
+        lambda x, t: jax.jvp(POOL_SAME, (x,), (t,)),
+        f32(4, 16),
+        f32(4, 16),
+    ),
+    case("derivative of pool of two dims", lambda x, t: jax.jvp(POOL_2D, (x,), (t,)), *[f32(8, 16)] * 2),
     case(
         "derivative of max pool",
         lambda x, t: jax.jvp(POOL, (x,), (t,)),
