@@ -17,7 +17,8 @@ from pypto_spmd.arguments import IMPLICIT_STATIC, Arguments
 from pypto_spmd.errors import Fault, listed, quoted
 from pypto_spmd.mesh import DeviceMesh
 from pypto_spmd.sharding.leaves import Leaf
-from pypto_spmd.sharding.parameters import Argument, ParameterLayout, resolve_parameters
+from pypto_spmd.sharding.parameter_forms import ParameterLayout
+from pypto_spmd.sharding.parameters import Argument, resolve_parameters
 from pypto_spmd.sharding.resolve import is_spec, resolve
 from pypto_spmd.sharding.spec import AUTO, ShardingSpec
 from pypto_spmd.state import is_parameter

@@ -1,6 +1,7 @@
 """What repeats in every training script: layouts by name, input, metrics, checkpoints, precision."""
 
-from pypto_spmd.sharding.parameters import ParameterLayout, parameter_specs
+from pypto_spmd.sharding.parameter_forms import ParameterLayout
+from pypto_spmd.sharding.parameters import parameter_specs
 from pypto_spmd.training.checkpoint import CheckpointError, CheckpointManager
 from pypto_spmd.training.ddp import DistributedDataParallel
 from pypto_spmd.training.input import Prefetched, prefetch

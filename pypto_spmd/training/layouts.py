@@ -17,9 +17,10 @@ from jax.sharding import PartitionSpec
 from pypto_spmd.errors import Fault, listed, refuse
 from pypto_spmd.mesh import DeviceMesh
 from pypto_spmd.sharding.leaves import Leaf
-from pypto_spmd.sharding.parameters import (
+from pypto_spmd.sharding.parameter_forms import (
     UNMATCHED,
     ParameterLayout,
+    State,
     by_rules,
     compiled_rules,
     paths_text,
@@ -113,7 +114,7 @@ class _TensorPart(_Part):
         rules = compiled_rules(self.rules, mesh, self.name, faults)
         if rules is None:
             return [PartitionSpec()] * len(leaves)
-        found = by_rules(rules, leaves, (), (), mesh, faults)
+        found = by_rules(rules, State(leaves, (), ()), mesh, faults)
         wrong = lambda leaf, spec: bool(shape_faults(spec, mesh, leaf.shape, ""))  # noqa: E731
         return [
             PartitionSpec() if s is UNMATCHED or s is None or wrong(leaf, s) else s

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from pypto_spmd.errors import Fault, listed
 from pypto_spmd.mesh import DeviceMesh
 from pypto_spmd.sharding.leaves import Leaf
-from pypto_spmd.sharding.parameters import paths_text
+from pypto_spmd.sharding.parameter_forms import paths_text
 from pypto_spmd.sharding.spec import entries
 
 _NNX_NAMES = ("out_sharding", "sharding_names", "sharding")
