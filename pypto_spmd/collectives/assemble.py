@@ -5,8 +5,9 @@ moved alone. The orders are chosen by the same solver as the labels, to least wi
 each tensor that several axes split in one dim, one for each equation that splits a factor over several.
 """
 
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -237,33 +238,26 @@ class _Nesting:
             self._add_loop(equation, block)
             return
         variable = self.equation_variable.get(equation.index)
-        for position, atom in enumerate(equation.inputs):
-            if isinstance(atom, int):
-                self._add_pair(
-                    variable,
-                    atom,
-                    lambda p=position: layouts.operand(equation, p),
-                    {a: layouts.choice(equation, a).operands[position] for a in layouts.axes},
-                    block.weight,
-                    reading=True,
-                    equation=equation,
-                )
-        for position, tensor in enumerate(equation.outputs):
+        ends = [(p, atom, True) for p, atom in enumerate(equation.inputs) if isinstance(atom, int)]
+        ends += [(p, tensor, False) for p, tensor in enumerate(equation.outputs)]
+        for position, tensor, reading in ends:
+            end = layouts.operand if reading else layouts.result
+            chosen = {a: layouts.choice(equation, a) for a in layouts.axes}
             self._add_pair(
                 variable,
                 tensor,
-                lambda p=position: layouts.result(equation, p),
-                {a: layouts.choice(equation, a).results[position] for a in layouts.axes},
+                functools.partial(end, equation, position),
+                {a: (c.operands if reading else c.results)[position] for a, c in chosen.items()},
                 block.weight,
-                reading=False,
+                reading=reading,
                 equation=equation,
             )
 
     def _add_pair(
         self,
-        variable,
-        tensor,
-        layout,
+        variable: int | None,
+        tensor: int,
+        layout: Callable[[], Layout],
         labels: Labels,
         weight: float,
         *,
