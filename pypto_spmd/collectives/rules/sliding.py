@@ -225,6 +225,7 @@ class _Halos:
         self, position: int, part: Part
     ) -> tuple[int, Hashable, dict[int, Callable[[int], Hashable]]]:
         before = list(self.slidings)[: list(self.slidings).index(self.name)]
+        before = [name for name in before if not self.slidings[name].is_apart]
         held = {self.dims[name]: partial(self._held, self.slidings[name]) for name in before}
         return self.first + position, (self.dims[self.name], part.rows), held
 

@@ -108,3 +108,18 @@ def test_plan_and_result(name: str):
     decorated.plan(*arguments).assert_counts(**counts)
     assert_spmd_equal(decorated, *arguments)
     decorated.verify(*arguments)
+
+
+def overlapping_pool(x: Any) -> Any:
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+
+
+@pytest.mark.parametrize(("split", "permutes"), [(ROWS, 2), (BOTH, 4)], ids=["rows", "both"])
+def test_gradient_of_overlapping_pool(split: Spec, permutes: int):
+    """The halo that the forward pass has fetched serves the gradient, which gives sums back."""
+    mesh = DeviceMesh.simulate((2, 4), ("data", "model"))
+    gradient = jax.grad(lambda x: (overlapping_pool(x) ** 2).sum())
+    decorated = spmd(gradient, mesh=mesh, in_shardings=split, out_shardings=split)
+    decorated.plan(IMAGES).assert_counts(collective_permute=permutes)
+    assert_spmd_equal(decorated, IMAGES)
+    decorated.verify(IMAGES)
