@@ -23,8 +23,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pypto_spmd._jax_internal import checkify_inside
 from pypto_spmd.collectives import lowering, planner
 from pypto_spmd.collectives.effects import unordered
+from pypto_spmd.collectives.flatten import build_graph
 from pypto_spmd.collectives.fused_pads import with_fused_pads
-from pypto_spmd.collectives.graph import build_graph
 from pypto_spmd.collectives.padding import Uneven, is_uneven, pad_inner, pad_uneven
 from pypto_spmd.collectives.program import Program
 from pypto_spmd.collectives.splices import fuse_splices

@@ -16,7 +16,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pypto_spmd.collectives.graph import Atom, Block, Constant, Equation, Graph, pruned
+from pypto_spmd.collectives.graph import Atom, Block, Constant, Equation, Graph
+from pypto_spmd.collectives.pruning import pruned
 from pypto_spmd.collectives.rules import rule_for
 
 _FILLED_WITH = {

@@ -6,7 +6,8 @@ takes these away, as XLA's does for CPUs, finds both to be the same and runs one
 
 from collections.abc import Mapping, Sequence
 
-from pypto_spmd.collectives.graph import Atom, Block, Equation, Graph, equation_key
+from pypto_spmd.collectives.flatten import equation_key
+from pypto_spmd.collectives.graph import Atom, Block, Equation, Graph
 from pypto_spmd.collectives.region import Region
 
 

@@ -15,7 +15,8 @@ from itertools import pairwise
 from math import gcd
 from typing import Any
 
-from pypto_spmd.collectives.graph import Atom, Block, Constant, Equation, Graph, pruned
+from pypto_spmd.collectives.graph import Atom, Block, Constant, Equation, Graph
+from pypto_spmd.collectives.pruning import pruned
 from pypto_spmd.collectives.rules import Aval, rule_for
 from pypto_spmd.collectives.rules.splice import ZEROS, splice_p
 

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from pypto_spmd.collectives.axis import AxisProblem
 from pypto_spmd.collectives.facts import read_graph
-from pypto_spmd.collectives.graph import Graph, build_graph
+from pypto_spmd.collectives.flatten import build_graph
+from pypto_spmd.collectives.graph import Graph
 from pypto_spmd.collectives.inference import infer
 from pypto_spmd.collectives.objective import (
     OBJECTIVES,

@@ -16,7 +16,7 @@ from jax.extend import source_info_util
 from jax.sharding import PartitionSpec
 
 from pypto_spmd.collectives import effects, lowering
-from pypto_spmd.collectives.graph import build_graph
+from pypto_spmd.collectives.flatten import build_graph
 from pypto_spmd.collectives.planner import make_program
 from pypto_spmd.collectives.program import Program
 from pypto_spmd.collectives.reconcile import reconcile

@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from pypto_spmd.collectives import lowering
-from pypto_spmd.collectives.graph import build_graph
+from pypto_spmd.collectives.flatten import build_graph
 from pypto_spmd.collectives.planner import make_program
 from pypto_spmd.collectives.recomputation import originals
 from pypto_spmd.collectives.reconcile import reconcile

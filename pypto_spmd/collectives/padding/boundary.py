@@ -15,11 +15,12 @@ from math import prod
 from jax.sharding import PartitionSpec
 
 from pypto_spmd.collectives.facts import made_of_constants
-from pypto_spmd.collectives.graph import Atom, Equation, Graph, pruned
+from pypto_spmd.collectives.graph import Atom, Equation, Graph
 from pypto_spmd.collectives.padding.plain_moves import with_plain_moves
 from pypto_spmd.collectives.padding.rewrite import Code, Rewriter
 from pypto_spmd.collectives.padding.sizes import Ask, Sizes, inner_asks, stored_sizes
 from pypto_spmd.collectives.padding.ties import Ties, ties_of
+from pypto_spmd.collectives.pruning import pruned
 from pypto_spmd.collectives.rules import Rule
 from pypto_spmd.sharding.spec import entries
 

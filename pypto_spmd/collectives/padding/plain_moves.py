@@ -16,7 +16,8 @@ import jax
 import numpy as np
 from jax import lax
 
-from pypto_spmd.collectives.graph import Atom, Block, Constant, Equation, Graph, build_graph
+from pypto_spmd.collectives.flatten import build_graph
+from pypto_spmd.collectives.graph import Atom, Block, Constant, Equation, Graph
 from pypto_spmd.collectives.rules import rule_for
 
 Function = Callable[..., Any]

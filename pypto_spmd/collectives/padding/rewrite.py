@@ -17,7 +17,8 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
-from pypto_spmd.collectives.graph import Atom, Block, Constant, Equation, Graph, build_graph
+from pypto_spmd.collectives.flatten import build_graph
+from pypto_spmd.collectives.graph import Atom, Block, Constant, Equation, Graph
 from pypto_spmd.collectives.padding.ties import Padded, Tie, Ties, neutral
 from pypto_spmd.collectives.rules import Aval, Rule, factor_rule, rule_for
 from pypto_spmd.collectives.rules.context import Context

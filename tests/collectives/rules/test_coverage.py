@@ -17,7 +17,7 @@ from jax.custom_derivatives import linear_call
 from jax.extend.core import Primitive, primitives
 
 from pypto_spmd import DeviceMesh, PartitionSpec, spmd
-from pypto_spmd.collectives.graph import build_graph
+from pypto_spmd.collectives.flatten import build_graph
 from pypto_spmd.collectives.rules import has_rule, registered
 from pypto_spmd.collectives.rules.examples import EXAMPLES, WITHOUT_EXAMPLE
 from pypto_spmd.collectives.rules.whole import ELSEWHERE, WITHOUT_RULE, is_looked_into
