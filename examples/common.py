@@ -60,9 +60,9 @@ def training_options(
     text = f"where parameters, optimizer state and batch lie (default: {layout})"
     add("--layout", choices=names, default=layout, help=text)
     text = f"steps of the whole run, resumed ones included (default: {steps})"
-    add("--steps", type=_count, default=steps, metavar="N", help=text)
+    add("--steps", type=_count(1), default=steps, metavar="N", help=text)
     text = f"how many steps to run serially too, and compare (default: {check})"
-    add("--check", type=int, default=check, metavar="N", help=text)
+    add("--check", type=_count(0), default=check, metavar="N", help=text)
     text = f"save a checkpoint here every {SAVE_EVERY} steps, and at the end"
     add("--save", type=Path, metavar="FOLDER", help=text)
     text = "go on from the last checkpoint in the folder of --save, on any mesh, in any layout"
@@ -71,6 +71,8 @@ def training_options(
     options = parser.parse_args()
     if options.resume and options.save is None:
         parser.error("--resume goes on from a checkpoint: say in which folder, with --save FOLDER")
+    if options.losses is not None and not options.losses.parent.is_dir():
+        parser.error(f"--losses {options.losses}: there is no such folder to write it in")
     axes = options.mesh
     sizes = tuple(axes.values())
     options.mesh = DeviceMesh(np.arange(prod(sizes)).reshape(sizes), tuple(axes))
@@ -89,10 +91,13 @@ def _axes(text: str) -> dict[str, int]:
     return {name: int(size) for name, size in pairs}
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps, 1 or more")
-    return int(text)
+def _count(least: int) -> Callable[[str], int]:
+    def count(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps, {least} or more")
+        return int(text)
+
+    return count
 
 
 def standard_library(length: int) -> np.ndarray:
@@ -122,6 +127,7 @@ class Run:
         self._options = options
         self._losses: dict[int, Any] = {}
         self._done, self._position = 0, None
+        self._is_over = False
 
     def __enter__(self) -> "Run":
         options = self._options
@@ -138,7 +144,7 @@ class Run:
 
     def __exit__(self, *exception: Any) -> None:
         self._exits.__exit__(*exception)
-        if self._options.losses is not None:
+        if self._options.losses is not None and self._losses:
             self._options.losses.write_text(json.dumps(self.losses, indent=1) + "\n")
 
     @property
@@ -171,10 +177,10 @@ class Run:
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps that are left, until somebody presses Ctrl-C."""
-        for number in range(self._done + 1, self._options.steps + 1):
+        number = self._done
+        while not self._is_over:
+            number += 1
             yield number
-            if self._stop:
-                break
 
     def done(self, number: int, loss: jax.Array, state: Any, batches: Prefetched) -> None:
         """Logs a step, and saves the state after it when it is time.
@@ -187,9 +193,9 @@ class Run:
         """
         self._losses[number] = loss
         self._logger.log(number, {"loss": loss})
+        self._is_over = number == self._options.steps or bool(self._stop)
         if self._checkpoints is not None:
-            is_last = number == self._options.steps or bool(self._stop)
-            self._checkpoints.save(number, state, data=batches, force=is_last)
+            self._checkpoints.save(number, state, data=batches, force=self._is_over)
 
     def compare(
         self,

@@ -103,7 +103,7 @@ def train_step(state: State, text: jax.Array) -> tuple[State, jax.Array]:
     rngs = {"dropout": jax.random.fold_in(state.key, state.step)}
 
     def loss_of(params: Any) -> jax.Array:
-        logits = model.apply({"params": params}, tokens[:, :-1], training=True, rngs=rngs)
+        logits: Any = model.apply({"params": params}, tokens[:, :-1], training=True, rngs=rngs)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     loss, grads = jax.value_and_grad(loss_of)(state.params)
@@ -115,10 +115,9 @@ def continued(params: Any, prompt: jax.Array, key: jax.Array) -> jax.Array:
     """The prompt and what the model writes after it, as far as its context goes."""
 
     def write(place: jax.Array, text: jax.Array) -> jax.Array:
-        logits = model.apply({"params": params}, text[None])[0, place - 1]
-        return text.at[place].set(
-            jax.random.categorical(jax.random.fold_in(key, place), 1.5 * logits)
-        )
+        logits: Any = model.apply({"params": params}, text[None])
+        drawn = jax.random.categorical(jax.random.fold_in(key, place), 1.5 * logits[0, place - 1])
+        return text.at[place].set(drawn)
 
     text = jnp.zeros(CONTEXT, jnp.int32).at[: prompt.size].set(prompt)
     return jax.lax.fori_loop(prompt.size, CONTEXT, write, text)

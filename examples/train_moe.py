@@ -74,7 +74,9 @@ class Mixture(nnx.Module):
         """Maps (batch, time, width) to the same; and how uneven the experts' loads are, 1 at best."""
         scores = nnx.softmax(self.router(x))
         chosen = jax.nn.one_hot(scores.argmax(axis=-1), EXPERTS, dtype=jnp.int32)
-        place = jnp.cumsum(chosen, axis=1) * chosen - 1  # its place in the expert's queue, -1 for none
+        place = (
+            jnp.cumsum(chosen, axis=1) * chosen - 1
+        )  # its place in the expert's queue, -1 for none
         dispatch = jax.nn.one_hot(place, CAPACITY)
         out = self.experts(jnp.einsum("btec,btw->becw", dispatch, x))
         out = jnp.einsum("btec,bte,becw->btw", dispatch, scores, out)
@@ -183,7 +185,9 @@ def main() -> None:
 
         run.compare(serial_step, serial, batches)
 
-    print(f"unevenness of the experts' loads {uneven:.3f}; 1 is even, {EXPERTS} is all to one expert")
+    print(
+        f"unevenness of the experts' loads {uneven:.3f}; 1 is even, {EXPERTS} is all to one expert"
+    )
     print(f"last loss {loss:.4f} nats a byte; without training it is log 256 = {np.log(256):.4f}")
 
 

@@ -1,8 +1,11 @@
 """What the training examples share: what a mistake on the command line is answered with."""
 
+import json
+import signal
 import sys
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pypto_spmd import DeviceMesh
@@ -49,6 +52,11 @@ def test_options(options_of):
             "argument --mesh: 'a=2,a=2': each axis is named once, and has 1 or more",
         ),
         (["--steps", "0"], "argument --steps: '0' is not a number of steps, 1 or more"),
+        (["--check", "-1"], "argument --check: '-1' is not a number of steps, 0 or more"),
+        (
+            ["--losses", "none/losses.json"],
+            "--losses none/losses.json: there is no such folder to write it in",
+        ),
         (
             ["--resume"],
             "--resume goes on from a checkpoint: say in which folder, with --save FOLDER",
@@ -64,7 +72,7 @@ def test_wrong_options(options_of, capsys, words, message):
 
 def refused(common, options):
     """What a run that can't begin is answered with."""
-    data = prefetch(Batches(jnp.zeros((16, 2)), 8), mesh=options.mesh)
+    data = prefetch(Batches(np.zeros((16, 2)), 8), mesh=options.mesh)
     with data as batches, common.Run(options) as run, pytest.raises(SystemExit) as exit:
         run.resumed({"w": jnp.zeros(3)}, batches)
     return exit.value.code
@@ -80,3 +88,21 @@ def test_runs_that_cannot_begin(common, options_of, tmp_path):
     assert refused(common, options_of("--save", folder)) == f"--save {folder}: {message}"
     options = options_of("--save", folder, "--resume", "--steps", "4")
     assert refused(common, options) == "--resume: 4 steps are done; ask for more, by --steps"
+
+
+def test_a_run_that_is_stopped_saves_its_last_step(common, options_of, tmp_path):
+    options = options_of("--save", tmp_path / "run", "--losses", tmp_path / "losses.json")
+    data = prefetch(Batches(np.zeros((16, 2)), 8), mesh=options.mesh)
+    done = []
+    with data as batches, common.Run(options) as run:
+        state = run.resumed({"w": jnp.zeros(3)}, batches)
+        for number in run.steps():
+            next(batches)
+            if number == 3:
+                signal.raise_signal(signal.SIGINT)
+            run.done(number, jnp.float32(number), state, batches)
+            done.append(number)
+    assert done == [1, 2, 3]
+    assert json.loads((tmp_path / "losses.json").read_text()) == {"1": 1, "2": 2, "3": 3}
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        assert checkpoints.latest_step == 3
