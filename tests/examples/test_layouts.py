@@ -21,9 +21,12 @@ SCALARS = 1  # the loss; with it travel what else is summed to a scalar, and the
 BUCKET = 1  # all gradients of one kind together
 
 
-def zero(large: int, again: int = 0) -> dict[str, dict[str, int]]:
-    """ZeRO-1 and FSDP of so many large parameters, of which some are gathered again to recompute."""
-    scattered = {"reduce_scatter": large, "all_reduce": SCALARS + BUCKET}
+def zero(large: int, again: int = 0, norms: int = 0) -> dict[str, dict[str, int]]:
+    """ZeRO-1 and FSDP of so many large parameters, of which some are gathered again to recompute.
+
+    `norms` is how many AllReduces batch norms need.
+    """
+    scattered = {"reduce_scatter": large, "all_reduce": norms + SCALARS + BUCKET}
     return {
         "zero1": {"all_gather": large, **scattered},
         "fsdp": {"all_gather": large + again, **scattered},
@@ -72,7 +75,34 @@ MOE = {
     "2d": {"all_to_all": THERE_AND_BACK, "all_reduce": SCALARS + 1 + 2 * BUCKET},
 }
 
-EXAMPLES = {"train_mlp.py": MLP, "train_gpt.py": GPT, "train_moe.py": MOE}
+# The ResNet: seven batch norms over a split batch, each with statistics and their gradients to sum, with
+# which gradients travel that are ready. Three blocks, whose features are split inside.
+NORMS, BLOCKS, STEM_NORM = 7 + 7, 3, 1
+RESNET = {
+    "dp": {"all_reduce": NORMS + SCALARS + BUCKET},
+    **zero(7, norms=NORMS),
+    # Of what the first block reads, the stem's norm wants only sums of the gradient, and the stem the rest.
+    "tp": {"all_reduce": 2 * BLOCKS + FIRST + STEM_NORM + FIRST_BUCKET},
+    # These sums are of the data as well: one AllReduce over both axes.
+    "2d": {"all_reduce": 2 * BLOCKS + FIRST + NORMS + SCALARS + BUCKET + FIRST_BUCKET},
+}
+
+# The vision transformer: three layers; no vocabulary.
+VIT_TENSOR = 2 * PAIRS * 3 + FIRST + FIRST_BUCKET
+VIT = {
+    "dp": {"all_reduce": SCALARS + BUCKET},
+    **zero(20),
+    "tp": {"all_reduce": VIT_TENSOR + SCALARS},
+    "2d": {"all_reduce": VIT_TENSOR + SCALARS + 1 + BUCKET},
+}
+
+EXAMPLES = {
+    "train_mlp.py": MLP,
+    "train_gpt.py": GPT,
+    "train_moe.py": MOE,
+    "train_resnet.py": RESNET,
+    "train_vit.py": VIT,
+}
 CASES = [(script, layout) for script, layouts in EXAMPLES.items() for layout in layouts]
 
 
