@@ -74,9 +74,8 @@ class Mixture(nnx.Module):
         """Maps (batch, time, width) to the same; and how uneven the experts' loads are, 1 at best."""
         scores = nnx.softmax(self.router(x))
         chosen = jax.nn.one_hot(scores.argmax(axis=-1), EXPERTS, dtype=jnp.int32)
-        place = (
-            jnp.cumsum(chosen, axis=1) * chosen - 1
-        )  # its place in the expert's queue, -1 for none
+        # The place of each token in the queue of its expert; for all other experts it is -1, no place.
+        place = jnp.cumsum(chosen, axis=1) * chosen - 1
         dispatch = jax.nn.one_hot(place, CAPACITY)
         out = self.experts(jnp.einsum("btec,btw->becw", dispatch, x))
         out = jnp.einsum("btec,bte,becw->btw", dispatch, scores, out)
@@ -185,9 +184,7 @@ def main() -> None:
 
         run.compare(serial_step, serial, batches)
 
-    print(
-        f"unevenness of the experts' loads {uneven:.3f}; 1 is even, {EXPERTS} is all to one expert"
-    )
+    print(f"unevenness of the experts' loads {uneven:.3f}; 1 is even, {EXPERTS} all to one")
     print(f"last loss {loss:.4f} nats a byte; without training it is log 256 = {np.log(256):.4f}")
 
 
