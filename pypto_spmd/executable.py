@@ -62,11 +62,16 @@ class Executable:
         inputs, _ = shardings(self.call)
         return jax.tree.unflatten(self.arguments_tree, inputs[len(self.captured) :])
 
+    @property
+    def result_shardings(self) -> Any:
+        """The planned sharding of every array of the result, in its structure."""
+        return jax.tree.unflatten(self.result_tree, shardings(self.call)[1])
+
     @cached_property
     def lowered(self) -> Lowered:
         """The program before compilation; captured arrays are its leading arguments."""
         captured = len(self.captured)
-        inputs, outputs = shardings(self.call)
+        inputs, _ = shardings(self.call)
 
         @_named(self.call.options.function_name)
         def run(*values: Any) -> Any:
@@ -79,7 +84,7 @@ class Executable:
         jitted = jax.jit(
             run,
             in_shardings=(*inputs[:captured], *self.argument_shardings),
-            out_shardings=jax.tree.unflatten(self.result_tree, outputs),
+            out_shardings=self.result_shardings,
             donate_argnums=tuple(captured + place for place in self._donatable()),
         )
         with self.call.options.scope(), warnings.catch_warnings():

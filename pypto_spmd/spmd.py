@@ -9,7 +9,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -233,6 +233,19 @@ class _Hot:
         return values
 
 
+class Shardings(NamedTuple):
+    """Where the arrays of one call lie.
+
+    Args:
+        arguments: for each argument that is not static, those by place first, a `NamedSharding` for each
+            of its arrays.
+        result: the same for the result.
+    """
+
+    arguments: tuple[Any, ...]
+    result: Any
+
+
 class SPMDFunction:
     """A serial function on a mesh; make one with :func:`spmd`.
 
@@ -292,6 +305,19 @@ class SPMDFunction:
             cheapest = replace(call, options=replace(call.options, objective="bytes"))
             program = note_cheaper(program, program_of(cheapest))
         print(tell(program.plan))
+
+    def shardings(self, *args: Any, **kwargs: Any) -> Shardings:
+        """Where the arrays of a call lie, as planned; arguments as for `plan`.
+
+        Example:
+            >>> mesh = DeviceMesh.simulate((2, 4), ("data", "model"))
+            >>> double = spmd(lambda x: 2 * x, mesh=mesh, in_shardings=PartitionSpec("data"))
+            >>> (x,), result = double.shardings(jax.ShapeDtypeStruct((8, 3), "float32"))
+            >>> x.spec, result.spec
+            (P('data',), P('data',))
+        """
+        program = self._program(self._signature.bind(args, kwargs))
+        return Shardings(program.argument_shardings, program.result_shardings)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The program of a call, to be compiled or looked at; arguments as for `plan`.
@@ -544,6 +570,10 @@ class BoundSPMDFunction:
     def explain(self, *args: Any, **kwargs: Any) -> None:
         """As `SPMDFunction.explain`."""
         self.__func__.explain(self.__self__, *args, **kwargs)
+
+    def shardings(self, *args: Any, **kwargs: Any) -> Shardings:
+        """As `SPMDFunction.shardings`."""
+        return self.__func__.shardings(self.__self__, *args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """As `SPMDFunction.lower`."""

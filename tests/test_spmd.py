@@ -623,6 +623,27 @@ def test_flax_and_optax(spmd_mesh):
     step.verify(spmd_state, batch)
 
 
+def test_planned_shardings(spmd_mesh, x):
+    @spmd(
+        mesh=spmd_mesh,
+        in_shardings={"batch": P("data")},
+        out_shardings={"loss": P(), "out": P(None, "model")},
+        static_argnames="scale",
+    )
+    def function(params, batch, *, scale):
+        out = batch @ params["w"] * scale
+        return {"loss": out.sum(), "out": out}
+
+    batch = np.ones((4, 8), np.float32)
+    (params, data), result = function.shardings({"w": x}, batch, scale=2)
+    assert (data.mesh, data.spec) == (spmd_mesh.jax_mesh, P("data"))
+    assert (result["loss"].spec, result["out"].spec) == (P(), P(None, "model"))
+    placed = jax.device_put(({"w": x}, batch), (params, data))
+    found = function(*placed, scale=2)
+    assert jax.tree.map(lambda a: a.sharding, found) == result
+    np.testing.assert_allclose(found["out"], 2 * batch @ x, rtol=1e-6)
+
+
 def test_numpy_code_keeps_numpys_meaning(spmd_mesh):
     @spmd(
         mesh=spmd_mesh,
