@@ -53,14 +53,18 @@ _INLINED = {
 """Primitives that only group equations -> the param with their jaxpr."""
 
 
-def build_graph(closed: ClosedJaxpr, names: Sequence[str] = ()) -> Graph:
+def build_graph(
+    closed: ClosedJaxpr, names: Sequence[str] = (), platform: str | None = None
+) -> Graph:
     """Flattens a closed jaxpr whose consts have been hoisted to arguments.
 
     Args:
         closed: the traced function.
         names: names of its flat arguments, for the plan.
+        platform: on what it will run, if that is known: of code for several platforms, XLA keeps only
+            the branch of this one.
     """
-    builder = _Builder()
+    builder = _Builder(platform)
     jaxpr, consts = _open(closed)
     environment: dict[JaxVar, Atom] = {}
     inputs = []
@@ -86,6 +90,7 @@ class _Place:
 
 @dataclass(slots=True)
 class _Builder:
+    platform: str | None
     avals: list[Aval] = field(default_factory=list)
     reshaped: dict[int, int] = field(default_factory=dict)
     count: int = 0
@@ -116,7 +121,9 @@ class _Builder:
             if eqn.primitive.name == "custom_linear_solve":
                 results = self.linear_solve(eqn, inputs, inner, equations)
             elif eqn.primitive.name in _INLINED:
-                results = self.inline(eqn, inputs, inner, equations)
+                results = self.inline(eqn, _called(eqn), inputs, inner, equations)
+            elif (branch := _branch_of(eqn, self.platform)) is not None:
+                results = self.inline(eqn, branch, inputs[1:], inner, equations)
             elif eqn.primitive.name == "scan" and eqn.params["length"] == 0:
                 results = _no_trips(eqn, inputs)
             elif eqn.primitive.name in ("scan", "while", "cond", "shard_map"):
@@ -129,9 +136,14 @@ class _Builder:
         return equations, tuple(read(v) for v in jaxpr.outvars)
 
     def inline(
-        self, eqn: JaxprEqn, inputs: tuple[Atom, ...], place: _Place, equations: list[Equation]
+        self,
+        eqn: JaxprEqn,
+        called: Any,
+        inputs: tuple[Atom, ...],
+        place: _Place,
+        equations: list[Equation],
     ) -> tuple[Atom, ...]:
-        jaxpr, consts = _open(_called(eqn))
+        jaxpr, consts = _open(called)
         if eqn.primitive.name in ("remat", "remat2", "checkpoint") and eqn.params.get(
             "differentiated"
         ):
@@ -400,6 +412,17 @@ def equation_key(name: str, params: Mapping[str, Any], inputs: tuple[Atom, ...])
     except TypeError:
         return None
     return key
+
+
+def _branch_of(eqn: JaxprEqn, platform: str | None) -> Any:
+    """The branch for the platform, if the equation chooses by it."""
+    platforms = eqn.params.get("branches_platforms") if eqn.primitive.name == "cond" else None
+    if platforms is None or platform is None:
+        return None
+    for names, branch in zip(platforms, eqn.params["branches"], strict=True):
+        if names is None or platform in names:
+            return branch
+    return None
 
 
 def _no_trips(eqn: JaxprEqn, inputs: tuple[Atom, ...]) -> tuple[Atom, ...]:

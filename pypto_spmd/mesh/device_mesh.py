@@ -198,6 +198,12 @@ class DeviceMesh:
         return AbstractMesh(tuple(self.shape.values()), self.axis_names, axis_types=types)
 
     @property
+    def known_platform(self) -> str | None:
+        """What the devices are ("cpu"), if that can be told without starting the backend."""
+        is_cpu = self._platform == "cpu" or (self._platform is None and simulate.cpu_only())
+        return "cpu" if is_cpu else None
+
+    @property
     def topology(self) -> Topology:
         """The link along each axis: as given, or else as the devices' kind suggests."""
         if self._topology is None:
@@ -205,7 +211,7 @@ class DeviceMesh:
         return self._topology  # pyright: ignore[reportReturnType]
 
     def _usual_topology(self) -> Topology:
-        if self._platform == "cpu" or (self._platform is None and simulate.cpu_only()):
+        if self.known_platform == "cpu":
             return Topology(dict.fromkeys(self.axis_names, CPU))
         inside = link_of_device_kind(self.devices.flat[0].device_kind)
         processes = np.vectorize(lambda device: device.process_index, otypes=[int])(self.devices)

@@ -81,6 +81,8 @@ class _Writer:
         part = build_graph(jax.make_jaxpr(function)(*described))
         named: dict[int, Atom] = dict(zip(part.block.inputs, equation.inputs, strict=True))
         (result,) = part.block.outputs
+        if isinstance(result, Constant) or result in part.block.inputs:
+            return [equation]
         found = []
         for made in part.block.equations:
             for tensor in made.outputs:

@@ -246,3 +246,24 @@ def test_optimizers(optimizer: Any):
         return made.update(gradients, made.init(params), params)
 
     assert primitives_without_rule(update, params, params) == set()
+
+
+def test_of_code_for_several_platforms_one_branch_is_planned():
+    def extremes(x):
+        return lax.platform_dependent(
+            x, cpu=lambda x: x.sum(0), default=lambda x: x.max(0) + x.min(0)
+        )
+
+    call = spmd(extremes, mesh=MESH, in_shardings=PartitionSpec("data"))
+    call.plan(ROWS).assert_counts(all_reduce=1)
+    assert_spmd_equal(call, ROWS)
+    call.verify(ROWS)
+
+
+def test_a_diagonal():
+    square = jnp.asarray(ROWS @ ROWS.T)
+    split = PartitionSpec("data")
+    call = spmd(jnp.diagonal, mesh=MESH, in_shardings=split, out_shardings=split)
+    call.plan(square).assert_counts(reduce_scatter=1)
+    assert_spmd_equal(call, square)
+    call.verify(square)
