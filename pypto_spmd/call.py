@@ -64,6 +64,7 @@ class CallOptions:
         result_names: the results' names, for the same; none are named if there are none.
         x64: whether the function is traced with 64-bit types, whatever JAX's setting is.
         pads: whether dims that given layouts do not divide are padded.
+        rule_changes: how often rules had been changed: programs made before are not those made after.
     """
 
     mesh: DeviceMesh
@@ -75,6 +76,7 @@ class CallOptions:
     result_names: tuple[str, ...] = ()
     x64: bool = False
     pads: bool = False
+    rule_changes: int = 0
 
     def scope(self) -> AbstractContextManager[Any]:
         """In what the function, and all that is derived from it, is traced."""

@@ -22,6 +22,7 @@ from pypto_spmd.collectives.objective import OBJECTIVES
 from pypto_spmd.collectives.plan import CommPlan
 from pypto_spmd.collectives.planner import note_cheaper
 from pypto_spmd.collectives.reconcile import Reconciliation, reconcile
+from pypto_spmd.collectives.rules import changes
 from pypto_spmd.collectives.telling import tell
 from pypto_spmd.errors import Fault, listed, raise_faults, refuse, spmd_function
 from pypto_spmd.executable import Executable
@@ -445,6 +446,7 @@ class SPMDFunction:
         options = CallOptions(
             mesh, self._options.objective, self._options.lower_to, self._options.strict, self.__name__,
             arguments.leaf_names(), x64=x64, pads=self._options.layouts.uneven == "pad",
+            rule_changes=changes(),
         )  # fmt: skip
         with options.scope():
             leaves, tree = jax.tree.flatten(arguments.values)
@@ -657,8 +659,8 @@ def _mesh_faults() -> list[Fault]:
 
 
 def _trace_context() -> tuple[Any, ...]:
-    """JAX's settings that change what a function is traced to."""
-    return _SETTINGS(jax.config)
+    """What changes what a function is traced to, or how it is planned: JAX's settings, and the rules."""
+    return (*_SETTINGS(jax.config), changes())
 
 
 def _is_staged() -> bool:

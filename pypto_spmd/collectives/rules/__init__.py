@@ -34,7 +34,14 @@ from pypto_spmd.collectives.rules.factor import (
     whole_rule,
 )
 from pypto_spmd.collectives.rules.registration import register_rule
-from pypto_spmd.collectives.rules.registry import Aval, has_rule, registered, rule, rule_for
+from pypto_spmd.collectives.rules.registry import (
+    Aval,
+    changes,
+    has_rule,
+    registered,
+    rule,
+    rule_for,
+)
 
 __all__ = [
     "Aval",
@@ -43,6 +50,7 @@ __all__ = [
     "Factor",
     "Linear",
     "Rule",
+    "changes",
     "choices",
     "factor_rule",
     "has_rule",

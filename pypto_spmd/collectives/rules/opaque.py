@@ -28,7 +28,7 @@ from jax.interpreters import ad, batching, mlir
 
 from pypto_spmd.collectives.rules.context import Context
 from pypto_spmd.collectives.rules.factor import Linear, Rule
-from pypto_spmd.collectives.rules.registry import Aval, has_rule, replace_rule
+from pypto_spmd.collectives.rules.registry import Aval, has_rule, rule
 from pypto_spmd.collectives.rules.user_rule import UserRule, names_in
 from pypto_spmd.errors import refuse
 
@@ -211,7 +211,7 @@ def primitive_named(name: str) -> Primitive:
     ad.primitive_jvps[primitive] = functools.partial(_jvp, name)
     ad.primitive_transposes[primitive] = functools.partial(_transpose, name)
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
-    replace_rule(name, _rule)
+    rule(name)(_rule)  # nothing can have been planned with it yet
     return primitive
 
 

@@ -10,7 +10,7 @@ from pypto_spmd.collectives.rules import kernels
 from pypto_spmd.collectives.rules.context import Context
 from pypto_spmd.collectives.rules.factor import Bind, Rule
 from pypto_spmd.collectives.rules.opaque import OpaqueFunction
-from pypto_spmd.collectives.rules.registry import Aval, has_rule, replace_rule
+from pypto_spmd.collectives.rules.registry import Aval, count_change, has_rule, replace_rule
 from pypto_spmd.collectives.rules.user_rule import UserRule, user_rule
 from pypto_spmd.collectives.rules.whole import WITHOUT_RULE, is_looked_into
 from pypto_spmd.errors import refuse
@@ -214,6 +214,7 @@ def _in_place(subject: str, function: Callable[..., Any], stated: UserRule, over
     else:
         original = object.__new__(type(function))
         vars(original).update(vars(function))
+    count_change()
     opaque = OpaqueFunction(original, stated)
     held = tuple(function.nondiff_argnums)
     function.fun = opaque

@@ -44,6 +44,7 @@ RuleFunction = Callable[[Mapping[str, Any], tuple[Aval, ...], tuple[Aval, ...]],
 
 _RULES: dict[str, RuleFunction] = {}
 _CACHE: dict[Any, Rule] = {}
+_changes = 0
 
 
 def rule(*names: str) -> Callable[[RuleFunction], RuleFunction]:
@@ -61,9 +62,21 @@ def rule(*names: str) -> Callable[[RuleFunction], RuleFunction]:
 
 def replace_rule(name: str, function: RuleFunction) -> None:
     """Gives a primitive a rule function, whether it has one or not."""
+    count_change()
     _RULES[name] = function
     for key in [key for key in _CACHE if key[0] == name]:
         del _CACHE[key]
+
+
+def count_change() -> None:
+    """Notes that some rule is another one from now on: what was planned before must be planned anew."""
+    global _changes
+    _changes += 1
+
+
+def changes() -> int:
+    """How often rules were changed since they were first registered."""
+    return _changes
 
 
 def registered() -> tuple[str, ...]:

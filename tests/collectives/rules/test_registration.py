@@ -628,3 +628,18 @@ def test_a_kernel_without_a_rule_under_strict():
         "Fix: register one with register_rule(..., pallas_kernel='add_kernel'), "
         "or decorate with strict=False."
     )
+
+
+def test_a_rule_that_comes_late_changes_what_was_planned_before():
+    late = primitive_of("late", jnp.tanh)
+    call = spmd(lambda x: late.bind(x), mesh=MESH, in_shardings=P("data"), out_shardings=P("data"))
+    assert call.plan(X).counts()["all_gather"] == 1
+    np.testing.assert_allclose(call(X), np.tanh(X), rtol=1e-6)
+    register_rule("i j -> i j", primitive="late")
+    call.plan(X).assert_counts()
+    assert_spmd_equal(call, X)
+    call.verify(X)
+    before = call.plan(X)
+    other = register_rule("i j, j -> i j")(rms_norm)  # which changes nothing here
+    spmd(other, mesh=MESH).plan(X, SCALE[:12])
+    assert call.plan(X) is before
