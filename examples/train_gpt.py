@@ -27,9 +27,9 @@ from pypto_spmd.training import (
 )
 
 VOCABULARY = 256  # bytes
-WIDTH, HEADS, LAYERS, CONTEXT = 128, 8, 4, 128
+WIDTH, HEADS, LAYERS, CONTEXT = 128, 8, 3, 64
 DROPOUT = 0.05
-BATCH = 16
+BATCH = 32
 SEED = 0
 
 LAYOUTS: Layouts = {
@@ -116,7 +116,7 @@ def continued(params: Any, prompt: jax.Array, key: jax.Array) -> jax.Array:
 
     def write(place: jax.Array, text: jax.Array) -> jax.Array:
         logits: Any = model.apply({"params": params}, text[None])
-        drawn = jax.random.categorical(jax.random.fold_in(key, place), 1.5 * logits[0, place - 1])
+        drawn = jax.random.categorical(jax.random.fold_in(key, place), logits[0, place - 1])
         return text.at[place].set(drawn)
 
     text = jnp.zeros(CONTEXT, jnp.int32).at[: prompt.size].set(prompt)

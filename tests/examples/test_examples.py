@@ -44,7 +44,7 @@ def test_the_classifier_learns(run, figure):
 def test_the_gpt_learns(run, figure):
     output = run("train_gpt.py", "--check", "0")
     assert "it writes: b'def " in output
-    assert figure(r"last loss (\S+) nats a byte", output) < 2.2
+    assert figure(r"last loss (\S+) nats a byte", output) < 2.6
 
 
 @pytest.mark.slow
