@@ -62,16 +62,17 @@ class ExampleStep:
         """The compiled @spmd function."""
         return self.planned().lower(*self.arguments).compile()
 
-    def jitted(self, ours: Compiled) -> Compiled:
-        """Plain `jax.jit` of the step, arguments and results laid out as in the compiled @spmd function."""
+    def jitted(self) -> Compiled:
+        """Plain `jax.jit` of the step, arguments and results laid out as in the @spmd function."""
+        arguments, results = self.planned().shardings(*self.arguments)
         values, modules = split_modules(self.arguments)
         function = self.function
         if modules is not None:
             function = lambda *values: modules.call(values, lambda of: self.function(*of))  # noqa: E731
         step = jax.jit(
             function,
-            in_shardings=ours.input_shardings[0],
-            out_shardings=ours.output_shardings,
+            in_shardings=arguments,
+            out_shardings=results,
             donate_argnums=range(len(self.states)),
         )
         return step.lower(*values).compile()

@@ -63,7 +63,7 @@ def main() -> None:
         parameters, optimizer, whole = state_bytes(step, ours)
         cells = [show_bytes(parameters), show_bytes(optimizer)]
         cells.append(f"{(parameters + optimizer) / whole:.3f}")
-        pairs = list(zip(program_bytes(ours), program_bytes(step.jitted(ours)), strict=True))
+        pairs = list(zip(program_bytes(ours), program_bytes(step.jitted()), strict=True))
         for mine, theirs in pairs:
             cells += [show_bytes(mine), ratio(mine, theirs)]
         above = any(mine > GOAL * theirs for mine, theirs in pairs[:2])

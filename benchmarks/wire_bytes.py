@@ -40,7 +40,7 @@ def main() -> None:
             step.planned(objective).plan(*step.arguments) for objective in ("standard", "bytes")
         ]
         standard, fewest = (plan.wire_bytes for plan in plans)
-        hlo = step.jitted(step.compiled()).as_text() or ""
+        hlo = step.jitted().as_text() or ""
         found = parse_collectives(hlo, step.mesh.shape)
         theirs = sum(sent(one, step.mesh.shape) for one in found)
         cells = [show_bytes(size) for size in (standard, fewest, theirs)]
