@@ -214,6 +214,18 @@ def test_one_conversion_serves_several_readers() -> None:
     assert found.cost == pytest.approx(gather, abs=0.01)
 
 
+def test_a_tensor_is_kept_in_two_layouts_where_that_is_cheaper() -> None:
+    """One AllToAll makes the second layout; one for each of its readers would be dearer than a gather."""
+    graph = graph_of(lambda x: (x * 2, jnp.sin(x), jnp.cos(x), jnp.tanh(x)), (8, 8))
+    rows, columns = Layout.from_spec(P("axis"), 2), Layout.from_spec(P(None, "axis"), 2)
+    request = Request(
+        graph, {"axis": 2}, ("axis",), (rows,), (rows, *[columns] * 3), (False,), OBJECTIVES["bytes"]
+    )
+    found = infer(request).axes["axis"]
+    assert found.cost == pytest.approx(8 * 8 * 4 / 2 / 2, abs=0.01)
+    assert {str(label) for label in found.stored[graph.block.inputs[0]]} == {"S(0)", "S(1)"}
+
+
 def test_constants_link_no_dims() -> None:
     def program(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
         zeros = jnp.zeros((SIZE, SIZE))
