@@ -4,10 +4,11 @@ A gather's result has the dims of the indices (all but the last, which holds the
 index) and the dims of the window; a scatter's updates likewise. Three kinds of dims pass through:
 windows as large as the operand's dim, batching dims, and dims of the indices.
 
-A dim of the operand that is indexed one row at a time can be split too. Each device looks up, or
-updates, the rows that it holds: the index is moved by the offset of its block, and what is then out of
-bounds is filled with zero, or dropped. So a lookup leaves a partial result, in which one device holds
-the row and the others zero, and a scatter needs no communication.
+A dim of the operand along which an index moves can be split too. Each device looks up, or updates, the
+rows that it holds: the index is moved by the offset of its block, and what is then out of bounds is
+filled with zero, or dropped. So a lookup leaves a partial result, in which one device holds the row and
+the others zero, and a scatter needs no communication. A window of several rows may lie on two blocks:
+each device widens its own by a margin of zeros, in which the other part falls.
 
 Invariant: what is out of bounds of the *whole* operand is clamped, filled or dropped as the primitive's
 mode says, once.
@@ -40,7 +41,7 @@ class _Dims:
         indices: of the indices.
         slices: of a gather's result, or of a scatter's updates.
         window: for each operand dim, how many of its rows one index takes.
-        looked_up: the operand dims along which an index moves and takes one row.
+        looked_up: the operand dims along which an index moves.
         points: the factors of dims that only indices and slices have.
         points_at: the dims of the slices that are not window dims, in the order of the indices' dims.
     """
@@ -77,7 +78,7 @@ def _dims(
             continue
         if dim in at_slice and window[dim] == size:
             of_slices[at_slice[dim]] = of_operand[dim]
-        elif window[dim] == 1 and dim in index_map:
+        elif window[dim] > 0 and dim in index_map:
             looked_up.add(dim)
         else:
             of_operand[dim] = "_"
@@ -97,22 +98,27 @@ def _dims(
 def _local_window(ctx: Context, dims: _Dims) -> tuple[int, ...]:
     """How many rows of this device's block of the operand one index takes, by dim."""
     return tuple(
-        local if name != "_" and window > 1 else window
-        for local, window, name in zip(ctx.in_shape(0), dims.window, dims.operand, strict=True)
+        local if name != "_" and window > 1 and d not in dims.looked_up else window
+        for d, (local, window, name) in enumerate(
+            zip(ctx.in_shape(0), dims.window, dims.operand, strict=True)
+        )
     )
 
 
 def _in_block(
     ctx: Context, dims: _Dims, index_map: Sequence[int], mode: Any, indices: Any
 ) -> tuple[Any, Any]:
-    """Indices into this device's block of the operand, and which were out of bounds of the whole one.
+    """Indices into this device's widened block of the operand, and which were out of bounds of the whole.
 
-    An index that points into another device's block becomes one that is out of bounds.
+    An index of a window that has no row of this device's becomes one that is out of bounds.
     """
     shape, local = ctx.ins[0].shape, ctx.in_shape(0)
     last = np.array([shape[d] - dims.window[d] for d in index_map])
+    before = np.array([-dims.window[d] for d in index_map])
+    beyond = np.array([shape[d] for d in index_map])
+    margins = np.array([_margin(ctx, dims, d) for d in index_map])
     wide = jnp.int64 if indices.dtype in (jnp.int64, jnp.uint64) else jnp.int32
-    last = last.astype(wide)
+    last, before, beyond, margins = (a.astype(wide) for a in (last, before, beyond, margins))
     if indices.dtype in (jnp.uint32, jnp.uint64):
         indices = jnp.minimum(indices, jnp.iinfo(wide).max)
     indices = indices.astype(wide)
@@ -126,8 +132,29 @@ def _in_block(
             for d in index_map
         ]
     )
-    # One past each end is out of bounds too, and cannot overflow when it is moved.
-    return jnp.clip(indices, -1, last + 1) - starts, outside
+    # What has no row of the whole has none of a block either, and cannot overflow when it is moved.
+    indices = jnp.where(indices < 0, before, jnp.where(indices > last, beyond, indices))
+    return indices - starts + margins, outside
+
+
+def _margin(ctx: Context, dims: _Dims, dim: int) -> int:
+    """How many rows of a window may lie before this device's block, or after it."""
+    is_cut = dim in dims.looked_up and bool(ctx.axes(dims.operand[dim]))
+    return dims.window[dim] - 1 if is_cut else 0
+
+
+def _widened(ctx: Context, dims: _Dims, x: Any) -> Any:
+    """A block with a margin of zeros on both sides of its split dims."""
+    margins = [_margin(ctx, dims, d) for d in range(len(dims.window))]
+    return lax.pad(x, np.zeros((), x.dtype), [(m, m, 0) for m in margins]) if any(margins) else x
+
+
+def _narrowed(ctx: Context, dims: _Dims, x: Any) -> Any:
+    """A widened block without its margins."""
+    margins = [_margin(ctx, dims, d) for d in range(len(dims.window))]
+    if not any(margins):
+        return x
+    return lax.slice(x, margins, [n - m for n, m in zip(x.shape, margins, strict=True)])
 
 
 def _is_cut(ctx: Context, dims: _Dims) -> bool:
@@ -157,7 +184,7 @@ def _gather(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, 
         bounds = FILL_OR_DROP if mode == FILL_OR_DROP else CLIP
         indices, outside = _in_block(ctx, dims, index_map, bounds, indices)
         found = ctx.bind(
-            operand, indices, slice_sizes=sizes, mode=FILL_OR_DROP, fill_value=0,
+            _widened(ctx, dims, operand), indices, slice_sizes=sizes, mode=FILL_OR_DROP, fill_value=0,
             indices_are_sorted=params["indices_are_sorted"] and len(index_map) == 1,
         )  # fmt: skip
         if mode != FILL_OR_DROP or fill == 0:
@@ -212,6 +239,9 @@ def _scatter(reduce: str, linear: tuple[Linear, ...]):
             if not _is_cut(ctx, dims):
                 return ctx.bind(operand, indices, updates)
             indices, _ = _in_block(ctx, dims, index_map, params["mode"], indices)
+            return _narrowed(ctx, dims, put(ctx, _widened(ctx, dims, operand), indices, updates))
+
+        def put(ctx: Context, operand: Any, indices: Any, updates: Any) -> Any:
             if prod(updates.shape[d] for d in dims.points_at) == 1:
                 return one_point(ctx, operand, indices, updates)
             return ctx.bind(
