@@ -145,7 +145,8 @@ def hoist_consts(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[Any, ...]]:
 def program_of(call: Call) -> Program:
     """Plans a call; the program is made once."""
     options, layouts = call.options, call.layouts
-    graph = build_graph(call.jaxpr, options.argument_names, options.mesh.known_platform)
+    with options.scope():
+        graph = build_graph(call.jaxpr, options.argument_names, options.mesh.known_platform)
     graph = with_fused_pads(graph)
     graph = without_needless(with_wide_sums(graph))
     ends = (layouts.inputs, layouts.outputs, options.mesh.shape)

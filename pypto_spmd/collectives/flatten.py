@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.extend.core import Var as JaxVar
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -122,6 +122,8 @@ class _Builder:
                 results = self.linear_solve(eqn, inputs, inner, equations)
             elif eqn.primitive.name in _INLINED:
                 results = self.inline(eqn, _called(eqn), inputs, inner, equations)
+            elif eqn.primitive.name == "while" and _has_batched_predicate(eqn):
+                results = self.inline(eqn, _with_one_predicate(eqn), inputs, inner, equations)
             elif (branch := _branch_of(eqn, self.platform)) is not None:
                 results = self.inline(eqn, branch, inputs[1:], inner, equations)
             elif eqn.primitive.name == "scan" and eqn.params["length"] == 0:
@@ -412,6 +414,40 @@ def equation_key(name: str, params: Mapping[str, Any], inputs: tuple[Atom, ...])
     except TypeError:
         return None
     return key
+
+
+def _has_batched_predicate(eqn: JaxprEqn) -> bool:
+    """Whether a `while` has been batched, so that each element of the batch ends on its own."""
+    jaxpr, _ = _open(eqn.params["cond_jaxpr"])
+    return bool(aval_of(jaxpr.outvars[0]).shape)
+
+
+def _with_one_predicate(eqn: JaxprEqn) -> ClosedJaxpr:
+    """What a batched `while` means: it goes on while any element does, and the others stay as they are."""
+    params = eqn.params
+    goes_on, body = (jaxpr_as_fun(params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
+    first, second = params["cond_nconsts"], params["body_nconsts"]
+
+    def run(*operands: Any) -> Any:
+        cond_consts, body_consts = operands[:first], operands[first : first + second]
+
+        def moves(carry: Sequence[Any]) -> Any:
+            return goes_on(*cond_consts, *carry)[0]
+
+        def step(state: Any) -> Any:
+            moving, carry = state
+            found = []
+            for new, old in zip(body(*body_consts, *carry), carry, strict=True):
+                mine = lax.broadcast_in_dim(moving, new.shape, range(moving.ndim))
+                found.append(lax.select(mine, new, old))
+            return moves(found), found
+
+        carry = list(operands[first + second :])
+        start = (moves(carry), carry)  # carried, so that nothing is asked twice
+        return lax.while_loop(lambda state: state[0].any(), step, start)[1]
+
+    described = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in map(aval_of, eqn.invars)]
+    return jax.make_jaxpr(run)(*described)
 
 
 def _branch_of(eqn: JaxprEqn, platform: str | None) -> Any:
