@@ -506,36 +506,47 @@ class AxisProblem:
         return min(targets, key=preference)
 
     def _widen(self, found: AxisLabels) -> bool:
-        """Lets tensors that were converted more than once exist in two labels; whether any may."""
+        """Lets tensors exist in two labels where that may save a conversion; whether any may.
+
+        That is where a tensor was converted more than once; and where it was gathered, though as many readers
+        want it split otherwise as an AllGather sends AllToAlls' bytes.
+        """
+        stored = found.stored
         conversions: dict[int, int] = {}
+        split_reads: dict[int, int] = {}
+        made: dict[int, Label] = dict(zip(self.graph.block.inputs, found.inputs, strict=True))
+        for index, known in self.facts.equations.items():
+            made |= zip(known.equation.outputs, found.choices[index].results, strict=True)
 
         def count(tensor: int, source: Option, target: Label) -> None:
             if target not in source and read_cost(source, target, 1e6, self.size, FREE) > 1:
                 conversions[tensor] = conversions.get(tensor, 0) + 1
 
-        stored = found.stored
+        def count_read(tensor: int, target: Label) -> None:
+            if target.kind == "S" and target != made.get(tensor):
+                split_reads[tensor] = split_reads.get(tensor, 0) + 1
+            count(tensor, stored[tensor], target)
+
         for index, known in self.facts.equations.items():
-            choice = found.choices[index]
             for tensor, positions in known.reads:
-                for label in {choice.operands[p] for p in positions}:
-                    count(tensor, stored[tensor], label)
-            for tensor, label in zip(known.equation.outputs, choice.results, strict=True):
-                count(tensor, (label,), stored[tensor][0])
+                for label in {found.choices[index].operands[p] for p in positions}:
+                    count_read(tensor, label)
         for _, _, links in self.facts.loops:
             for link in links:
                 given = link.given_label(self.axis)
                 if given is not None and not link.inside and isinstance(link.source, int):
-                    count(link.source, stored[link.source], given)
-        for tensor, label in zip(self.graph.block.inputs, found.inputs, strict=True):
+                    count_read(link.source, given)
+        for tensor, label in made.items():
             count(tensor, (label,), stored[tensor][0])
         for atom, label in zip(self.graph.block.outputs, found.outputs, strict=True):
             if isinstance(atom, int):
-                count(atom, stored[atom], label)
+                count_read(atom, label)
         bound = {t for e, _, _ in self.facts.loops for b in e.bodies for t in b.inputs}
         changed = False
         for tensor, times in conversions.items():
             singles = [o[0] for o in self.domains[tensor] if o != (R,)]
-            if times < 2 or len(singles) < 2 or tensor in bound:
+            was_gathered = stored[tensor] == (R,) and split_reads.get(tensor, 0) >= self.size
+            if (times < 2 and not was_gathered) or len(singles) < 2 or tensor in bound:
                 continue
             pairs = tuple(
                 (a, b)
