@@ -3,8 +3,8 @@
 In each round a device and its partner swap their blocks, and each keeps the lower or the upper half of both.
 A network that sorts numbers by comparing them in pairs sorts blocks by merging them in pairs (Knuth,
 volume 3, 5.3.4). For 2^p devices there are p (p + 1) / 2 rounds, so that from eight devices on less is
-sent than by gathering the dim, and no device ever holds more than two blocks. Other numbers of devices
-gather.
+sent than by gathering the dim, and no device ever holds more than two blocks. Where it is not 2^p, or an
+element's place, which merging has to send along, makes it more, all blocks are gathered.
 
 Invariant: the result is that of the whole, elements that are equal by their keys included: where more than
 the keys is sorted stably, an element's place is its last key.
@@ -33,15 +33,22 @@ def _sort(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ..
     names = dim_names(len(ins[0].shape))
     along = names[axis]
     needs_place = params["is_stable"] and len(ins) > keys
-    sizes = [a.itemsize for a in ins] + [_PLACE_BYTES] * needs_place
+    sizes = [a.itemsize for a in ins]
     word = word_bytes(sizes)
     words = sum(words_of(size, word) for size in sizes)
+    place_words = words_of(_PLACE_BYTES, word) if needs_place else 0
     every = tuple(range(len(names)))
 
+    def merges(shards: int) -> bool:
+        if not _is_power_of_two(shards):
+            return False
+        return (words + place_words) * len(_rounds(shards)) <= words * (shards - 1)
+
     def exchanges(shards: int) -> tuple[Exchange, ...]:
-        kind, what = "collective_permute", "the block of the partner in a round of merging"
-        if _is_power_of_two(shards):
-            return (Exchange(kind, every, float(words), word, what=what),) * len(_rounds(shards))
+        if merges(shards):
+            kind, what = "collective_permute", "the block of the partner in a round of merging"
+            one = Exchange(kind, every, float(words + place_words), word, what=what)
+            return (one,) * len(_rounds(shards))
         what = "all blocks"
         return (Exchange("all_gather", every, float(words), word, per_shard=True, what=what),)
 
@@ -50,6 +57,8 @@ def _sort(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ..
         if shards == 1:
             return ctx.bind(*operands)
         blocks = list(operands)
+        if not merges(shards):
+            return _gathered(ctx, along, axis, blocks, ctx.bind, word)
         if needs_place:
             block = operands[0].shape[axis]
             place = lax.broadcasted_iota(jnp.int32, operands[0].shape, axis)
@@ -62,8 +71,7 @@ def _sort(params: Mapping[str, Any], ins: tuple[Aval, ...], outs: tuple[Aval, ..
             made = list(lax.sort(arrays, axis, params["is_stable"], num_keys))
             return [*made[:keys], *made[keys + 1 :], made[keys]] if needs_place else made
 
-        sorted_whole = _merged if _is_power_of_two(shards) else _gathered
-        return sorted_whole(ctx, along, axis, blocks, ordered, word)[: len(operands)]
+        return _merged(ctx, along, axis, blocks, ordered, word)[: len(operands)]
 
     dims = " ".join(names)
     every_operand = ", ".join([dims] * len(ins))
@@ -121,11 +129,11 @@ def _merged(
 
 
 def _gathered(
-    ctx: Context, along: str, axis: int, blocks: list[jax.Array], ordered: Any, word: int
+    ctx: Context, along: str, axis: int, blocks: list[jax.Array], sort: Any, word: int
 ) -> list[jax.Array]:
     block = blocks[0].shape[axis]
     packed = to_words(blocks, word)
     whole = ctx.exchange(along, 0, lambda axes: lax.all_gather(packed, axes, axis=axis, tiled=True))
     start = ctx.index(along) * block
-    made = ordered(from_words(whole, blocks, word))
+    made = sort(*from_words(whole, blocks, word))
     return [lax.dynamic_slice_in_dim(x, start, block, axis) for x in made]
