@@ -16,6 +16,13 @@ ODD = COMPLEX[:, :3, :5]
 TRANSFORMS = {
     "one dim": (jnp.fft.fft, COMPLEX[0]),
     "no other dim": (jnp.fft.fft, COMPLEX[0, 0]),
+    "no other dim, long": (jnp.fft.fft, COMPLEX.reshape(-1)[:192]),
+    "no other dim, inverse": (jnp.fft.ifft, COMPLEX.reshape(-1)[:320]),
+    "other dims of one row": (jnp.fft.fft, COMPLEX.reshape(1, 1, -1)[..., :128]),
+    "other dims of one row, first": (
+        lambda x: jnp.fft.fft2(x, axes=(0, 1)),
+        COMPLEX.reshape(-1, 1, 2)[:64],
+    ),
     "two dims and a batch": (jnp.fft.fft2, COMPLEX),
     "three dims": (jnp.fft.fftn, COMPLEX),
     "inverse": (jnp.fft.ifftn, COMPLEX),
@@ -42,6 +49,7 @@ def test_64_bits():
     with jax.enable_x64(True):
         array = REAL.astype(np.float64)
         check_rule(jnp.fft.rfftn, array, primitives=["fft"], most_nested=4).check()
+        check_rule(jnp.fft.fft, array.reshape(-1) * 1j, primitives=["fft"], most_nested=4).check()
 
 
 def test_a_slab():
@@ -51,6 +59,17 @@ def test_a_slab():
     plan = call.plan(array)
     plan.assert_counts(all_to_all=2)
     assert plan.wire_bytes == 2 * 7 * array.nbytes // 64
+    assert_spmd_equal(call, array)
+    call.verify(array)
+
+
+def test_a_vector():
+    mesh = DeviceMesh.simulate((8,), ("x",))
+    array = COMPLEX.reshape(-1)
+    call = spmd(jnp.fft.fft, mesh=mesh, in_shardings=P("x"), out_shardings=P("x"))
+    plan = call.plan(array)
+    plan.assert_counts(all_to_all=3)
+    assert plan.wire_bytes == 3 * 7 * array.nbytes // 64
     assert_spmd_equal(call, array)
     call.verify(array)
 
