@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import source_info_util
 from jax.sharding import PartitionSpec
 from jax.tree_util import keystr
 
+from pypto_spmd.collectives.source import Source
 from pypto_spmd.errors import Fault, listed, raise_faults, refuse
 from pypto_spmd.numpy_body.array import NumpyArray
 from pypto_spmd.placing import Place, mesh_of, parts_of
@@ -56,9 +58,7 @@ def local(
         'written by hand'
     """
     name = getattr(function, "__name__", type(function).__name__)
-    local_function = _Local(
-        function, f"local function '{name}'", in_specs, out_specs, axis_names, check_vma
-    )
+    local_function = _Local(function, name, in_specs, out_specs, axis_names, check_vma)
     raise_faults(local_function.subject, local_function.kind_faults())
     return functools.wraps(function)(lambda *args: local_function(*args))
 
@@ -69,18 +69,24 @@ class _Local:
     def __init__(
         self,
         function: Callable[..., Any],
-        subject: str,
+        name: str,
         in_specs: Any,
         out_specs: Any,
         axis_names: Collection[str] | None,
         check_vma: bool,
     ) -> None:
         self.function = function
-        self.subject = subject
+        self.name = name
         self.in_specs = in_specs
         self.out_specs = out_specs
         self.axis_names = axis_names
         self.check_vma = check_vma
+
+    @property
+    def subject(self) -> str:
+        """What errors are about: the function, and the user's line that runs now."""
+        place = str(Source.of(source_info_util.current(), None))
+        return f"local function '{self.name}'" + (f" at {place}" if place else "")
 
     def __call__(self, *args: Any) -> Any:
         mesh = mesh_of((self.in_specs, self.out_specs))
@@ -95,11 +101,12 @@ class _Local:
         arrays = [jnp.asarray(leaf) for leaf in leaves]
         specs, axes = self._checked(mesh, jax.tree.unflatten(tree, arrays))
         result_trees: list[Any] = []
+        subject = self.subject  # inside of shard_map the line is not known
 
         def on_parts(*parts: Any) -> Any:
             results = self.function(*jax.tree.unflatten(tree, parts))
             results = jax.tree.map(jnp.asarray, results)
-            self._check_results(mesh, results)
+            self._check_results(mesh, results, subject)
             result_trees.append(jax.tree.structure(results))
             # In specs, lists and tuples stand for each other; JAX tells them apart.
             is_pair = isinstance(self.out_specs, list) and isinstance(results, tuple)
@@ -175,7 +182,7 @@ class _Local:
         raise_faults(self.subject, faults)
         return specs, set(axes)
 
-    def _check_results(self, mesh: Place, results: Any) -> None:
+    def _check_results(self, mesh: Place, results: Any, subject: str) -> None:
         faults: list[Fault] = []
         resolve(
             self.out_specs,
@@ -186,7 +193,7 @@ class _Local:
             are_parts=True,
             faults=faults,
         )
-        raise_faults(self.subject, faults)
+        raise_faults(subject, faults)
 
     def _explain(self, error: ValueError) -> None:
         what = "out_specs leave out a mesh axis along which the result may differ."

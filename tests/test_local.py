@@ -397,14 +397,16 @@ def test_messages(case):
     function, message = MESSAGES[case]
     with pytest.raises(ShardingError) as error:
         spmd(function, mesh=MESH).plan(SHAPE)
-    assert str(error.value) == message
+    place = f"test_local.py:{function.__code__.co_firstlineno}"
+    assert str(error.value) == message.replace("'<lambda>':", f"'<lambda>' at {place}:", 1)
 
 
 def test_without_a_mesh():
+    line = test_without_a_mesh.__code__.co_firstlineno + 3
     with pytest.raises(ShardingError) as error:
         local(lambda a: a, P("data"), P("data"))(X)
     assert str(error.value) == (
-        "local function '<lambda>': it has no mesh.\n"
+        f"local function '<lambda>' at test_local.py:{line}: it has no mesh.\n"
         "  A function runs on the parts that the devices of a mesh hold.\n"
         "  Fix: call it in an @spmd function, or inside `with mesh:`, or give ShardingSpecs."
     )
