@@ -193,9 +193,6 @@ class Run:
         """
         self._losses[number] = loss
         self._logger.log(number, {"loss": loss})
-        # One step ahead keeps the devices busy. With many, the threads of simulated ones end up waiting for
-        # each other, and the process is ended; with plain `jax.jit` too.
-        jax.block_until_ready(self._losses.get(number - 1))
         self._is_over = number == self._options.steps or bool(self._stop)
         if self._checkpoints is not None:
             self._checkpoints.save(number, state, data=batches, force=self._is_over)

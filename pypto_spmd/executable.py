@@ -19,6 +19,7 @@ from jax.stages import Compiled, Lowered
 
 from pypto_spmd.call import Call, program_of, shardings
 from pypto_spmd.collectives.plan import CommPlan
+from pypto_spmd.simulated import one_at_a_time
 
 _UNUSABLE = "Some donated buffers were not usable"
 
@@ -108,6 +109,8 @@ class Executable:
             inputs, _ = shardings(self.call)
             placed = jax.device_put(self.captured, inputs[: len(self.captured)])
             run = functools.partial(run, *placed)
+        if self.call.options.mesh.is_simulated:
+            run = one_at_a_time(run, self.call.jaxpr.out_avals)
         if not self.call.options.x64:
             return run
 

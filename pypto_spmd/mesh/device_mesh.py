@@ -198,6 +198,13 @@ class DeviceMesh:
         return AbstractMesh(tuple(self.shape.values()), self.axis_names, axis_types=types)
 
     @property
+    def is_simulated(self) -> bool:
+        """Whether several of its devices are parts of one CPU; looks the devices up."""
+        here = jax.process_index()
+        mine = [d for d in self.devices.flat if d.process_index == here]
+        return len(mine) > 1 and mine[0].platform == "cpu"
+
+    @property
     def known_platform(self) -> str | None:
         """What the devices are ("cpu"), if that can be told without starting the backend."""
         is_cpu = self._platform == "cpu" or (self._platform is None and simulate.cpu_only())

@@ -219,7 +219,13 @@ def test_a_tensor_is_kept_in_two_layouts_where_that_is_cheaper() -> None:
     graph = graph_of(lambda x: (x * 2, jnp.sin(x), jnp.cos(x), jnp.tanh(x)), (8, 8))
     rows, columns = Layout.from_spec(P("axis"), 2), Layout.from_spec(P(None, "axis"), 2)
     request = Request(
-        graph, {"axis": 2}, ("axis",), (rows,), (rows, *[columns] * 3), (False,), OBJECTIVES["bytes"]
+        graph,
+        {"axis": 2},
+        ("axis",),
+        (rows,),
+        (rows, *[columns] * 3),
+        (False,),
+        OBJECTIVES["bytes"],
     )
     found = infer(request).axes["axis"]
     assert found.cost == pytest.approx(8 * 8 * 4 / 2 / 2, abs=0.01)
