@@ -1,5 +1,6 @@
 """Serial code in, communication plan out: run whole-array JAX and NumPy functions on a mesh."""
 
+from pypto_spmd import collectives
 from pypto_spmd.collectives.plan import CommPlan, CommStep
 from pypto_spmd.collectives.rules import register_rule
 from pypto_spmd.constrain import constrain
