@@ -451,7 +451,8 @@ class AxisProblem:
     def _add_outputs(self) -> list[Label | None]:
         """Results: read in their given label; what is free in any that is not partial."""
         labels: list[Label | None] = []
-        for atom, given in zip(self.graph.block.outputs, self.request.outputs, strict=True):
+        ends = zip(self.graph.block.outputs, self.request.outputs, strict=True)
+        for position, (atom, given) in enumerate(ends):
             labels.append(None if given is None else given.label(self.axis))
             if isinstance(atom, Constant):
                 labels[-1] = labels[-1] or R
@@ -459,7 +460,7 @@ class AxisProblem:
             domain, moves = self.domains[atom], self.mobility[atom]
             if given is None:
                 size = self._stored_bytes(atom)
-                targets = [o[0] for o in domain if o[0].kind != "P"]
+                targets = self._free_targets(position, atom)
             else:
                 size = self._given_bytes(atom, given)
                 targets = [given.label(self.axis)]
@@ -488,16 +489,31 @@ class AxisProblem:
             for tensor, label in zip(self.graph.block.inputs, self.input_labels, strict=True)
         )
         result.outputs = tuple(
-            label if label is not None else self._free_output(atom, result)
-            for atom, label in zip(self.graph.block.outputs, self.output_labels, strict=True)
+            label if label is not None else self._free_output(position, atom, result)
+            for position, (atom, label) in enumerate(
+                zip(self.graph.block.outputs, self.output_labels, strict=True)
+            )
         )
         return result
 
-    def _free_output(self, atom: Atom, result: AxisLabels) -> Label:
+    def _free_targets(self, position: int, tensor: int) -> list[Label]:
+        """In which labels a free result may go out, given those in which the other axes send it."""
+        shape = self.graph.avals[tensor].shape
+        theirs = [labels.outputs[position] for labels in self.others]
+        targets = []
+        for label, *more in self.domains[tensor]:
+            if more or label.kind == "P":
+                continue
+            cuts = [n for o, n in zip(theirs, self.other_sizes, strict=True) if o == label]
+            if label.kind == "R" or shape[label.dim] % (self.size * prod(cuts)) == 0:
+                targets.append(label)
+        return targets
+
+    def _free_output(self, position: int, atom: Atom, result: AxisLabels) -> Label:
         assert isinstance(atom, int)  # a constant's label is R
         option = result.stored[atom]
         size, moves = self._stored_bytes(atom), self.mobility[atom]
-        targets = [o[0] for o in self.domains[atom] if o[0].kind != "P"]
+        targets = self._free_targets(position, atom)
 
         def preference(target: Label) -> tuple[float, bool, int]:
             cost = read_cost(option, target, size, self.size, moves)

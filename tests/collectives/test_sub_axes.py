@@ -81,3 +81,17 @@ def test_free_results_lie_on_whole_axes():
     np.testing.assert_array_equal(result, x.reshape(2, 4, 3) * 2)
     assert all("." not in str(axis) for axis in result.sharding.spec)
     split.verify(x)
+
+
+def test_a_free_result_is_split_no_further_than_it_divides():
+    """22 rows: each axis may split them, both may not."""
+
+    def program(x):
+        x = x[1:-1, 1:-1]
+        return jax.lax.scan(lambda c, row: (c + row[1:], c * 1), x[0, 1:], x)[1]
+
+    mesh = DeviceMesh.simulate((2, 4), ("data", "model"))
+    decorated = spmd(program, mesh=mesh, in_shardings=P("model"), objective="bytes")
+    x = np.random.default_rng(0).normal(size=(24, 16)).astype(np.float32)
+    assert_spmd_equal(decorated, x, atol=1e-5)
+    decorated.verify(x)
