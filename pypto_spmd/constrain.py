@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from pypto_spmd.call import inlining_mesh, inlining_pads
+from pypto_spmd.collectives.source import said_here
 from pypto_spmd.errors import Fault, listed, raise_faults
 from pypto_spmd.numpy_body.array import NumpyArray
 from pypto_spmd.placing import mesh_of, parts_of
@@ -49,8 +50,7 @@ def constrain(x: Any, spec: Any) -> Any:
     value = jax.tree.unflatten(tree, arrays)
     uneven = ("pad" if inlining_pads() else "error") if inlining_mesh() is not None else ""
     specs = resolve(spec, value, mesh.described, role="value", uneven=uneven, faults=faults)
-    raise_faults("constrain", faults)
-    raise_faults("constrain", _part_faults(specs))
+    raise_faults(said_here("constrain"), faults or _part_faults(specs))
     results = [
         leaf if wanted is None else _constrained(array, leaf, mesh.placed, wanted)
         for leaf, array, wanted in zip(leaves, arrays, specs, strict=True)

@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import source_info_util
 from jax.sharding import PartitionSpec
 from jax.tree_util import keystr
 
-from pypto_spmd.collectives.source import Source
+from pypto_spmd.collectives.source import said_here
 from pypto_spmd.errors import Fault, listed, raise_faults, refuse
 from pypto_spmd.numpy_body.array import NumpyArray
 from pypto_spmd.placing import Place, mesh_of, parts_of
@@ -85,8 +84,7 @@ class _Local:
     @property
     def subject(self) -> str:
         """What errors are about: the function, and the user's line that runs now."""
-        place = str(Source.of(source_info_util.current(), None))
-        return f"local function '{self.name}'" + (f" at {place}" if place else "")
+        return said_here(f"local function '{self.name}'")
 
     def __call__(self, *args: Any) -> Any:
         mesh = mesh_of((self.in_specs, self.out_specs))

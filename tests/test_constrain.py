@@ -270,7 +270,8 @@ def test_messages(case):
     function, message = MESSAGES[case]
     with pytest.raises(ShardingError) as error:
         spmd(function, mesh=MESH).plan(SHAPE)
-    assert str(error.value) == message
+    place = f"test_constrain.py:{function.__code__.co_firstlineno}"
+    assert str(error.value) == message.replace("constrain:", f"constrain at {place}:", 1)
 
 
 def test_a_constraint_of_jax_on_another_mesh_is_an_error():

@@ -70,3 +70,9 @@ def _summary(traceback: Any) -> str:
         return ""
     line = rest.split(":")[0].split(" ")[0]
     return f"{Path(path).name}:{line}"
+
+
+def said_here(subject: str) -> str:
+    """What an error is about, with the user's line that runs now where that is known."""
+    place = str(Source(source_info_util.current()))
+    return f"{subject} at {place}" if place else subject

@@ -442,7 +442,7 @@ def test_constraints_inside():
     with pytest.raises(ShardingError) as error:
         spmd(function, mesh=MESH)(normal(19, 3))
     assert str(error.value) == (
-        "constrain: x has shape f32[19,3].\n"
+        f"constrain at test_padding.py:{function.__code__.co_firstlineno + 1}: x has shape f32[19,3].\n"
         "  PartitionSpec('x') splits dim 0 (size 19) over mesh axis 'x' (size 2), which does not "
         "divide it.\n"
         '  Fix: let uneven="pad" pad dim 0 to 20, use an axis of size 1 or 19, or leave the dim whole: '
