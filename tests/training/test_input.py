@@ -244,7 +244,7 @@ next(batches)
 try:
     next(batches)
 except KeyboardInterrupt:
-    print("stopped")
+    print("stopped", flush=True)
 os._exit(0)
 """
     done = subprocess.run(
