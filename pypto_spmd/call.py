@@ -31,6 +31,7 @@ from pypto_spmd.collectives.splices import fuse_splices
 from pypto_spmd.collectives.trace import report
 from pypto_spmd.collectives.uniform import without_needless
 from pypto_spmd.collectives.wide_sums import with_wide_sums
+from pypto_spmd.hoisting import hoist_consts
 from pypto_spmd.mesh import DeviceMesh
 
 CACHED_PROGRAMS = 256
@@ -132,13 +133,6 @@ def inlining_mesh() -> DeviceMesh | None:
 def inlining_pads() -> bool:
     """Whether that function pads dims that layouts do not divide."""
     return _inlining.get()[1]
-
-
-def hoist_consts(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[Any, ...]]:
-    """The jaxpr with its consts as leading operands, and the consts."""
-    jaxpr = closed.jaxpr
-    hoisted = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-    return ClosedJaxpr(hoisted, []), tuple(closed.consts)
 
 
 @lru_cache(maxsize=CACHED_PROGRAMS)

@@ -1,18 +1,22 @@
-"""Consts of calls inside a jaxpr made consts of its own.
+"""Large arrays inside of a traced function made consts of its own.
 
 JAX hands an array that a loop or branch takes from outside to the function around it, but leaves that of a
-`jax.jit` inside where it is, and so it would become part of the program. Calls that hold a large one are
-spelled out: their equations stand in their place.
+`jax.jit` inside where it is, and so it would become part of the program. A function that holds such an
+array, however deep, is traced anew: calls that hold one are spelled out, their equations in their place, and
+loops, branches and recomputations around them take it from outside, which JAX hands on.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+import jax
+import numpy as np
+from jax import lax
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
+from pypto_spmd.collectives.flatten import scan_counts
 from pypto_spmd.collectives.source import Source
-
-_CALLS = ("jit", "pjit")
 
 LARGE_BYTES = 1024
 """From this size on a const of an inner call is moved out; a smaller one does no harm in a program."""
@@ -24,63 +28,191 @@ def lift_consts(closed: ClosedJaxpr) -> ClosedJaxpr:
     Args:
         closed: a traced function.
     """
-    jaxpr = closed.jaxpr
-    if not any(map(_holds_large_const, jaxpr.eqns)):
+    held = _held_in(closed.jaxpr)
+    if not held:
         return closed
-    lifted: dict[int, tuple[Var, Any]] = {}
-    names: dict[Var, Any] = {}
-    equations = list(_spelled_out(jaxpr, names, None, lifted))
-    constvars = [*jaxpr.constvars, *(var for var, _ in lifted.values())]
-    outvars = _renamed(jaxpr.outvars, names)
-    consts = [*closed.consts, *(const for _, const in lifted.values())]
-    return ClosedJaxpr(jaxpr.replace(constvars=constvars, eqns=equations, outvars=outvars), consts)
+    own = [_described(v.aval) for v in closed.jaxpr.constvars]
+    structs = [_described(aval) for aval in closed.in_avals]
+
+    def run(consts: Sequence[Any], outside: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        known = dict(zip(held, outside, strict=True))
+        return _evaluate(known, closed.jaxpr, consts, args, None)
+
+    outside = [_described(v.aval) for v, _ in held.values()]
+    traced = jax.make_jaxpr(run)(own, outside, structs)
+    jaxpr, count = traced.jaxpr, len(own) + len(held)
+    constvars = [*jaxpr.invars[:count], *jaxpr.constvars]
+    consts = [*closed.consts, *(const for _, const in held.values()), *traced.consts]
+    return ClosedJaxpr(jaxpr.replace(constvars=constvars, invars=jaxpr.invars[count:]), consts)
 
 
-def _called(eqn: JaxprEqn) -> tuple[Jaxpr, tuple[Any, ...]]:
-    called = eqn.params["jaxpr"]  # closed, or by JAX version open with consts
-    return getattr(called, "jaxpr", called), tuple(called.consts)
+def hoist_consts(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[Any, ...]]:
+    """The jaxpr with its consts as leading operands, and the consts."""
+    jaxpr = closed.jaxpr
+    hoisted = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+    return ClosedJaxpr(hoisted, []), tuple(closed.consts)
 
 
-def _holds_large_const(eqn: JaxprEqn) -> bool:
-    if eqn.primitive.name not in _CALLS:
-        return False
-    jaxpr, consts = _called(eqn)
-    is_large = any(getattr(const, "nbytes", 0) >= LARGE_BYTES for const in consts)
-    return is_large or any(map(_holds_large_const, jaxpr.eqns))
+def _described(aval: Any) -> jax.ShapeDtypeStruct:
+    weak = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
 
 
-def _spelled_out(
-    jaxpr: Jaxpr, names: dict[Var, Any], call: JaxprEqn | None, lifted: dict[int, tuple[Var, Any]]
-) -> Iterator[JaxprEqn]:
-    """The equations, and those of a call that holds a large const in its place.
+Held = dict[int, tuple[Var, Any]]
+"""Large consts by identity, each with a variable of its kind."""
+Known = Mapping[int, Any]
+"""The values to take for large consts, by the consts' identity."""
+
+
+def _held_in(jaxpr: Jaxpr) -> Held:
+    """The large consts of what a jaxpr calls, however deep."""
+    found: Held = {}
+    for eqn in jaxpr.eqns:
+        found |= _held_by(eqn)
+    return found
+
+
+def _held_by(eqn: JaxprEqn) -> Held:
+    found: Held = {}
+    if eqn.primitive.name in _SPELLED_OUT:
+        for inner, consts in _inner_of(eqn):
+            for var, const in zip(inner.constvars, consts, strict=True):
+                if getattr(const, "nbytes", 0) >= LARGE_BYTES:
+                    found[id(const)] = var, const
+            found |= _held_in(inner)
+    return found
+
+
+def _inner_of(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[Any]]]:
+    """The jaxprs that an equation runs, each with its consts."""
+    for param in ("jaxpr", "cond_jaxpr", "body_jaxpr", "branches"):
+        value = eqn.params.get(param)
+        for inner in value if isinstance(value, list | tuple) else (value,):
+            if inner is not None:  # closed, or by JAX version open with consts
+                yield getattr(inner, "jaxpr", inner), tuple(getattr(inner, "consts", ()))
+
+
+def _evaluate(
+    known: Known,
+    jaxpr: Jaxpr,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    call: JaxprEqn | None,
+) -> list[Any]:
+    """Traces the equations of a jaxpr, those that hold large consts spelled out.
 
     Args:
-        jaxpr: the equations; one jaxpr may be called twice, so that all that they make is renamed.
-        names: what is read for a variable; those that are made are added.
-        call: the call that the equations are of.
-        lifted: consts by identity, each with its variable; new ones are added.
+        known: what to take for large consts.
+        jaxpr: the equations.
+        consts: the jaxpr's own consts.
+        args: its arguments.
+        call: the call that it is the inside of.
     """
-    for eqn in jaxpr.eqns:
-        reads = _renamed(eqn.invars, names)
-        if _holds_large_const(eqn):
-            inner, consts = _called(eqn)
-            scope = dict(zip(inner.invars, reads, strict=True))
-            for var, const in zip(inner.constvars, consts, strict=True):
-                scope[var] = lifted.setdefault(id(const), (_like(var), const))[0]
-            yield from _spelled_out(inner, scope, _placed(eqn, call), lifted)
-            names.update(zip(eqn.outvars, _renamed(inner.outvars, scope), strict=True))
+    values: dict[Var, Any] = {}
+    for var, const in zip(jaxpr.constvars, consts, strict=True):
+        values[var] = known.get(id(const), const)
+    values.update(zip(jaxpr.invars, args, strict=True))
+    read = lambda atom: atom.val if isinstance(atom, Literal) else values[atom]  # noqa: E731
+    for original in jaxpr.eqns:
+        eqn = _placed(original, call)
+        operands = [read(atom) for atom in eqn.invars]
+        if _held_by(eqn):
+            info = eqn.source_info
+            with source_info_util.user_context(info.traceback, name_stack=info.name_stack):
+                results = _SPELLED_OUT[eqn.primitive.name](known, eqn, operands)
         else:
-            writes = [_like(var) for var in eqn.outvars]
-            names.update(zip(eqn.outvars, writes, strict=True))
-            yield _placed(eqn.replace(invars=reads, outvars=writes), call)
+            results = _as_it_is(jaxpr, eqn, operands)
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
-def _renamed(atoms: Any, names: dict[Var, Any]) -> list[Any]:
-    return [atom if isinstance(atom, Literal) else names.get(atom, atom) for atom in atoms]
+def _as_it_is(jaxpr: Jaxpr, eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+    places = [i for i, atom in enumerate(eqn.invars) if not isinstance(atom, Literal)]
+    taken = {eqn.invars[i]: operands[i] for i in places}
+    outvars = [var for var in eqn.outvars if type(var) is Var]
+    alone = jaxpr.replace(constvars=[], invars=list(taken), eqns=[eqn], outvars=outvars)
+    made = iter(jaxpr_as_fun(ClosedJaxpr(alone, []))(*taken.values()))
+    return [next(made) if type(var) is Var else None for var in eqn.outvars]
 
 
-def _like(var: Var) -> Var:
-    return type(var)(var.aval)
+def _inside(known: Known, eqn: JaxprEqn) -> list[Callable[..., list[Any]]]:
+    """What an equation runs, as functions; of a large const they take what is known."""
+
+    def function(inner: Jaxpr, consts: Sequence[Any]) -> Callable[..., list[Any]]:
+        return lambda *args: _evaluate(known, inner, consts, args, None)
+
+    return [function(*pair) for pair in _inner_of(eqn)]
+
+
+def _call(known: Known, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    ((inner, consts),) = _inner_of(eqn)
+    return _evaluate(known, inner, consts, operands, eqn)
+
+
+def _scan(known: Known, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    (body,) = _inside(known, eqn)
+    count, carried, _ = scan_counts(eqn)
+    consts, init, xs = (
+        operands[:count],
+        list(operands[count : count + carried]),
+        list(operands[count + carried :]),
+    )
+
+    def trip(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+        results = body(*consts, *carry, *slices)
+        return results[:carried], results[carried:]
+
+    how = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    carry, ys = lax.scan(trip, init, xs, **how)
+    return [*carry, *ys]
+
+
+def _while(known: Known, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    condition, body = _inside(known, eqn)
+    first = eqn.params["cond_nconsts"]
+    last = first + eqn.params["body_nconsts"]
+    return lax.while_loop(
+        lambda carry: condition(*operands[:first], *carry)[0],
+        lambda carry: body(*operands[first:last], *carry),
+        list(operands[last:]),
+    )
+
+
+def _cond(known: Known, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    index, *operands = operands
+    branches = _inside(known, eqn)
+    if index.dtype == np.bool_:
+        return lax.cond(index, branches[1], branches[0], *operands)
+    return lax.switch(index, branches, *operands)
+
+
+def _recomputation(known: Known, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """The equation with the large consts among its operands; whether it is differentiated stays told."""
+    ((inner, consts),) = _inner_of(eqn)
+    held = _held_by(eqn)
+
+    def run(outside: Sequence[Any], *args: Any) -> list[Any]:
+        return _evaluate(
+            {**known, **dict(zip(held, outside, strict=True))}, inner, consts, args, None
+        )
+
+    outside = [known[number] for number in held]
+    closed, small = hoist_consts(jax.make_jaxpr(run)(outside, *operands))
+    params = {**eqn.params, "jaxpr": closed.jaxpr}
+    return eqn.primitive.bind(*small, *outside, *operands, **params)
+
+
+_SPELLED_OUT: dict[str, Callable[[Known, JaxprEqn, Sequence[Any]], Sequence[Any]]] = {
+    "jit": _call,
+    "pjit": _call,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "remat2": _recomputation,
+    "checkpoint": _recomputation,
+}
+"""How equations that hold large consts are traced anew. Functions with a derivative of their own keep theirs,
+which could not be told of another operand."""
 
 
 def _placed(eqn: JaxprEqn, call: JaxprEqn | None) -> JaxprEqn:

@@ -13,9 +13,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from pypto_spmd.arguments import Arguments, Signed, described, is_array
-from pypto_spmd.call import hoist_consts, inlining
+from pypto_spmd.call import inlining
 from pypto_spmd.errors import Fault, raise_faults, refuse, spmd_function
-from pypto_spmd.hoisting import lift_consts
+from pypto_spmd.hoisting import hoist_consts, lift_consts
 from pypto_spmd.mesh import DeviceMesh
 
 _PYTHON_VALUE = (

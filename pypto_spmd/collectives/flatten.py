@@ -314,7 +314,7 @@ class _Builder:
         region = None
         if eqn.primitive.name == "scan":
             body = self.body(eqn.params["jaxpr"], place)
-            counts = _scan_counts(eqn)
+            counts = scan_counts(eqn)
             bodies: tuple[Block, ...] = (body,)
         elif eqn.primitive.name == "while":
             bodies = (
@@ -468,13 +468,13 @@ def _branch_of(eqn: JaxprEqn, platform: str | None) -> Any:
 
 def _no_trips(eqn: JaxprEqn, inputs: tuple[Atom, ...]) -> tuple[Atom, ...]:
     """The results of a scan of length 0: what was carried in, and empty stacks."""
-    consts, carry, _ = _scan_counts(eqn)
+    consts, carry, _ = scan_counts(eqn)
     stacks = [aval_of(v) for v in eqn.outvars[carry:]]
     empty = [Constant(jnp.zeros(aval.shape, aval.dtype), aval) for aval in stacks]
     return (*inputs[consts : consts + carry], *empty)
 
 
-def _scan_counts(eqn: JaxprEqn) -> tuple[int, int, int]:
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int, int]:
     """How many operands of a scan are consts, carry and xs, told by rank: only xs and ys gain a dim."""
     jaxpr, _ = _open(eqn.params["jaxpr"])
     rank = lambda v: len(getattr(v.aval, "shape", ()))  # noqa: E731
