@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
-from pypto_spmd.arguments import Arguments, Signature, Static, narrowed, signed
+from pypto_spmd.arguments import Arguments, Signature, Static, is_array, narrowed, signed
 from pypto_spmd.call import Call, CallLayouts, CallOptions, inlining_mesh, program_of
 from pypto_spmd.collectives.objective import OBJECTIVES
 from pypto_spmd.collectives.plan import CommPlan
@@ -35,6 +35,8 @@ from pypto_spmd.state import next_values, state_flags
 from pypto_spmd.tracing import Traced, trace
 
 LOWER_TO = ("shard_map", "jit")
+MOST_DIMS = 8
+"""No spec of a real program has more entries."""
 """What a plan can be lowered to."""
 
 
@@ -436,8 +438,10 @@ class SPMDFunction:
 
     def _program(self, arguments: Arguments) -> Executable:
         """The program of a call, made if there is none yet."""
-        raise_faults(self._subject(), [*arguments.faults(), *_mesh_faults()])
+        faults = [*arguments.faults(), *_mesh_faults()]
         mesh = self._mesh()
+        if faults:
+            raise_faults(self._subject(), [*faults, *self._spec_faults(arguments, mesh)])
         function = None
         if self._may_be_numpy:
             values = arguments.call(lambda *args, **kwargs: (args, kwargs), arguments.values)
@@ -463,6 +467,20 @@ class SPMDFunction:
                 if not any(isinstance(c, Tracer) for c in program.captured):
                     self._programs[key] = program
         return program
+
+    def _spec_faults(self, arguments: Arguments, mesh: DeviceMesh) -> list[Fault]:
+        """What is wrong with the specs of arguments of which some are no arrays."""
+
+        def described(leaf: Any) -> jax.ShapeDtypeStruct:
+            # Of what is no array nothing is known: empty dims, as many as wanted, fit every spec.
+            shape = getattr(leaf, "shape", ()) if is_array(leaf) else (0,) * MOST_DIMS
+            return jax.ShapeDtypeStruct(shape, getattr(leaf, "dtype", jax.numpy.float32))
+
+        faults: list[Fault] = []
+        described_values = jax.tree.map(described, arguments.values)
+        names = self._signature.names
+        self._options.layouts.of_arguments(arguments, described_values, names, mesh, faults)
+        return faults
 
     def _make_program(
         self,

@@ -182,6 +182,26 @@ def test_a_result_that_is_no_array(spmd_mesh, x):
     )
 
 
+def test_what_is_no_array_hides_no_other_fault(spmd_mesh, x):
+    decorated = spmd(
+        lambda a, b, c: a,
+        mesh=spmd_mesh,
+        in_shardings=[P("data"), P("modle"), P("data", None, "model")],
+    )
+    assert told(decorated, "text", x, x[0]) == (
+        "@spmd function '<lambda>': 3 things are wrong.\n"
+        "  1. argument 'a' is of type str: 'text'.\n"
+        "     An @spmd function takes arrays, numbers, and pytrees of them.\n"
+        "     Fix: make it a static argument, @spmd(..., static_argnames='a'), or close over it.\n"
+        "  2. in_shardings[1] is PartitionSpec('modle').\n"
+        "     PartitionSpec('modle') names the mesh axis 'modle', but the mesh has 'data' and 'model'.\n"
+        "     Fix: write 'model', or use one of 'data' and 'model'.\n"
+        "  3. argument 'c' has shape f32[8].\n"
+        "     PartitionSpec('data', None, 'model') has 3 entries but the array has rank 1.\n"
+        "     Fix: give at most 1 entry, one a dim."
+    )
+
+
 def test_a_call_with_descriptions(spmd_mesh):
     assert told(spmd(lambda a: a, mesh=spmd_mesh), jax.ShapeDtypeStruct((8,), "float32")) == (
         "@spmd function '<lambda>': it was called with a jax.ShapeDtypeStruct.\n"
