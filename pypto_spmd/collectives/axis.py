@@ -439,7 +439,7 @@ class AxisProblem:
                     store_cost(label, o, size, self.size, self.mobility[tensor]) for o in domain
                 )
                 if self.joint is not None:
-                    self._add_unary(tensor, self.joint.of_input(tensor, given))
+                    self._add_unary(tensor, self.joint.of_end(tensor, given, leaving=False))
             if any(cost):
                 self.tables.append(((tensor,), unary(cost)))
         return labels
@@ -465,7 +465,7 @@ class AxisProblem:
                 size = self._given_bytes(atom, given)
                 targets = [given.label(self.axis)]
                 if self.joint is not None:
-                    self._add_unary(atom, self.joint.of_output(atom, given))
+                    self._add_unary(atom, self.joint.of_end(atom, given, leaving=True))
             cost = tuple(
                 min(read_cost(o, t, size, self.size, moves) for t in targets) for o in domain
             )

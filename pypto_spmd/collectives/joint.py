@@ -14,8 +14,8 @@ from math import prod
 
 import numpy as np
 
-from pypto_spmd.collectives.assemble import Layouts
-from pypto_spmd.collectives.axis_tables import local_sizes
+from pypto_spmd.collectives.assemble import Layouts, layout_of, nearest
+from pypto_spmd.collectives.axis_tables import local_sizes, unary
 from pypto_spmd.collectives.facts import EquationFacts
 from pypto_spmd.collectives.links import Link
 from pypto_spmd.collectives.objective import COLLECTIVE_COST, FREE, Option, move_cost
@@ -86,7 +86,7 @@ class JointMoves:
                 made = choice.results[position], *(c.results[position] for c in theirs)
                 fixed = self.layouts.result(equation, position) if choice == now else None
                 rows.append(
-                    [weight * self._store(tensor, made, o, fixed) for o in self.domains[tensor]]
+                    [weight * self._store(tensor, o, made, fixed) for o in self.domains[tensor]]
                 )
             yield tensor, intern_table(np.array(rows))
 
@@ -110,25 +110,14 @@ class JointMoves:
                 for e in rule.factors[factor].exchanges_for(n)
             )
             costs.append(known.block.weight * sent)
-        return intern_table(np.array(costs))
+        return unary(tuple(costs))
 
-    def of_input(self, tensor: int, given: Layout) -> Table | None:
-        """For each option of an argument, the difference to what its given layout costs."""
+    def of_end(self, tensor: int, given: Layout, *, leaving: bool) -> Table | None:
+        """For each option of an argument, or of a result, the difference to what its given layout costs."""
         if not self._matters(tensor, given):
             return None
-        made = self._labels(given)
-        return intern_table(
-            np.array([self._store(tensor, made, o, given) for o in self.domains[tensor]])
-        )
-
-    def of_output(self, tensor: int, given: Layout) -> Table | None:
-        """For each option of a result, the difference to what its given layout costs."""
-        if not self._matters(tensor, given):
-            return None
-        wanted = self._labels(given)
-        return intern_table(
-            np.array([self._read(tensor, o, wanted, given) for o in self.domains[tensor]])
-        )
+        cost, labels = self._read if leaving else self._store, self._labels(given)
+        return unary(tuple(cost(tensor, option, labels, given) for option in self.domains[tensor]))
 
     def of_link(self, link: Link) -> Table | None:
         """A table (stored source, stored target), where what a loop takes or gives is moved."""
@@ -167,7 +156,7 @@ class JointMoves:
             for own in option
         )
 
-    def _store(self, tensor: int, made: Labels, option: Option, fixed: Layout | None) -> float:
+    def _store(self, tensor: int, option: Option, made: Labels, fixed: Layout | None) -> float:
         """The difference of storing a tensor as `option`; `fixed` is how it nests as it is made."""
         theirs = self._nearest(tensor, made[1:])
         order = self._order(tensor, option)
@@ -182,12 +171,10 @@ class JointMoves:
 
     def _nearest(self, tensor: int, labels: Labels) -> Labels:
         """The labels in which the others store a tensor: of several, those nearest to `labels`."""
-        found = []
-        for theirs, label, n in zip(self.others, labels, self.sizes[1:], strict=True):
-            found.append(
-                min(theirs.stored[tensor], key=lambda m: (move_cost(m, label, 1e6, n, FREE), m))
-            )
-        return tuple(found)
+        return tuple(
+            nearest(theirs.stored[tensor], label, n)
+            for theirs, label, n in zip(self.others, labels, self.sizes[1:], strict=True)
+        )
 
     def _order(self, tensor: int, option: Option) -> tuple[str, ...] | None:
         """How a stored tensor nests its axes, if that is decided."""
@@ -257,15 +244,6 @@ def _nestings(
     """The layouts with these labels: the one that is decided, or the axes of a dim in every order."""
     if isinstance(decided, Layout):
         return [decided]
-    pairs = list(zip(names, labels, strict=True))
-    if decided is not None:
-        pairs.sort(key=lambda pair: decided.index(pair[0]))
-    partial = tuple(sorted((name, label.op) for name, label in pairs if label.kind == "P"))
-    split: list[list[str]] = [[] for _ in range(rank)]
-    for name, label in pairs:
-        if label.kind == "S":
-            split[label.dim].append(name)
-    if decided is not None:
-        return [Layout(tuple(map(tuple, split)), partial)]
-    orders = itertools.product(*(itertools.permutations(axes) for axes in split))
-    return [Layout(dims, partial) for dims in orders]
+    orders = itertools.permutations(names) if decided is None else [decided]
+    of_axes = dict(zip(names, labels, strict=True))
+    return list(dict.fromkeys(layout_of(of_axes, rank, order) for order in orders))
