@@ -53,8 +53,12 @@ def jit_wire_bytes(text: str, mesh: DeviceMesh) -> float:
     return total
 
 
+QUICK = {*range(12), 27}
+"""Of these 7 and 27 send too much where each axis is chosen by itself alone."""
+
+
 @pytest.mark.parametrize(
-    "seed", [pytest.param(s, marks=pytest.mark.slow) if s > 24 else s for s in range(100)]
+    "seed", [pytest.param(s, marks=pytest.mark.slow) if s not in QUICK else s for s in range(100)]
 )
 def test_random_programs(spmd_mesh: DeviceMesh, seed: int) -> None:
     draw = random.Random(seed)
